@@ -1,0 +1,1 @@
+"""The command line room: `omlxctl`, a thin client of the socket. Loads neither mlx nor the engine."""
