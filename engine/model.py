@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import mlx.nn as nn
+    from mlx.nn import Module
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 
@@ -54,6 +54,6 @@ class ModelFacts:
 class LoadedModel:
     """A model ready to run: every weight is evaluated, so the module may move to another thread once."""
 
-    model: nn.Module
+    model: Module
     tokenizer: TokenizerWrapper
     facts: ModelFacts
