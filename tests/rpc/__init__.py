@@ -1,0 +1,1 @@
+"""The wire against a fake backend: no mlx, no engine."""
