@@ -1,0 +1,267 @@
+"""A backend without MLX: models are names, tokens are bytes, and a generation does what its script says.
+
+`FakeBackend` and `FakeGeneration` implement `engine.api.Backend` and `Generation`; they live on one event loop, like
+the real ones. What a test wants to know is recorded in plain attributes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import anyio
+import anyio.lowlevel
+
+from omlxd.engine.api import (
+    Cancelled,
+    ChatPrompt,
+    DaemonInfo,
+    DaemonStatus,
+    Delta,
+    GenerateRequest,
+    Generation,
+    GenerationResult,
+    LoadOptions,
+    ModelEntry,
+    ModelNotFound,
+    OmlxError,
+    Progress,
+    ProgressSink,
+    Prompt,
+    TextPrompt,
+    Timings,
+    Unloaded,
+    Usage,
+)
+
+MODEL = "tiny"
+
+
+def words(text: str) -> list[Delta]:
+    """`text` as one delta per word, the spaces kept: what a model would stream."""
+    pieces = text.split(" ")
+    return [Delta(piece if index == 0 else " " + piece) for index, piece in enumerate(pieces)]
+
+
+def result_of(text: str, **changes: object) -> GenerationResult:
+    """A finished answer of `text`, one token per word."""
+    count = len(text.split()) if text else 0
+    plain = GenerationResult(
+        model=MODEL,
+        text=text,
+        finish_reason="stop",
+        usage=Usage(prompt_tokens=3, completion_tokens=count),
+        timings=Timings(ttft_ms=1.0, tokens_per_s=100.0),
+        seed=7,
+    )
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+class FakeGeneration:
+    """One answer that a test writes while it is being read, under the same contract as the engine's.
+
+    `push` makes an event and merges it with an untaken one of its kind; `finish` and `fail` end the request.
+    """
+
+    def __init__(self) -> None:
+        self.pending: list[Delta | Progress] = []
+        self.produced = ""
+        self.cancelled: str | None = None
+        self.is_cancelled = False
+        self.most_pending = 0
+        self._outcome: GenerationResult | OmlxError | None = None
+        self._changed = anyio.Event()
+
+    @property
+    def ended(self) -> bool:
+        return self._outcome is not None
+
+    def push(self, event: Delta | Progress, *, merge: bool = True) -> None:
+        last = self.pending[-1] if self.pending and merge else None
+        if isinstance(event, Delta):
+            self.produced += event.text if event.channel == "content" else ""
+        if isinstance(last, Delta) and isinstance(event, Delta) and last.channel == event.channel:
+            event = Delta(
+                last.text + event.text,
+                event.channel,
+                [*last.token_ids, *event.token_ids],
+                [*last.logprobs, *event.logprobs],
+            )
+            self.pending[-1] = event
+        elif isinstance(last, Progress) and isinstance(event, Progress):
+            self.pending[-1] = event
+        else:
+            self.pending.append(event)
+        self.most_pending = max(self.most_pending, len(self.pending))
+        self._wake()
+
+    def finish(self, result: GenerationResult) -> None:
+        self._end(result)
+
+    def fail(self, failure: OmlxError) -> None:
+        self._end(failure)
+
+    def cancel(self, reason: str | None = None) -> None:
+        if self.ended:
+            return
+        self.is_cancelled = True
+        self.cancelled = reason
+        self._end(Cancelled(result_of(self.produced, finish_reason="cancelled"), reason))
+
+    async def result(self) -> GenerationResult:
+        while self._outcome is None:
+            await self._changed.wait()
+        if isinstance(self._outcome, OmlxError):
+            raise self._outcome
+        return self._outcome
+
+    async def __aiter__(self) -> AsyncIterator[Delta | Progress]:
+        while True:
+            while self.pending:
+                yield self.pending.pop(0)
+            if self.ended:
+                return
+            await self._changed.wait()
+
+    def _end(self, outcome: GenerationResult | OmlxError) -> None:
+        if self._outcome is None:
+            self._outcome = outcome
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+
+def answering(text: str, *, progress: Sequence[Progress] = (), **changes: object) -> FakeGeneration:
+    """A generation that has already said `text`, word by word."""
+    generation = FakeGeneration()
+    for event in [*progress, *words(text)]:
+        generation.push(event, merge=False)
+    generation.finish(result_of(text, **changes))
+    return generation
+
+
+def refusing(failure: OmlxError) -> FakeGeneration:
+    """A generation that was refused."""
+    generation = FakeGeneration()
+    generation.fail(failure)
+    return generation
+
+
+def last_words(request: GenerateRequest) -> str:
+    """The text that was asked: the last message's content, or the prompt."""
+    if isinstance(request.prompt, ChatPrompt):
+        return str(request.prompt.messages[-1]["content"])
+    if isinstance(request.prompt, TextPrompt):
+        return request.prompt.text
+    return bytes(request.prompt.token_ids).decode()
+
+
+@dataclass
+class FakeBackend:
+    """Knows one model, `tiny`. `generate` calls `script`; by default every prompt is echoed, word by word."""
+
+    script: Callable[[GenerateRequest], Generation] | None = None
+    models: dict[str, ModelEntry] = field(default_factory=lambda: {MODEL: entry(MODEL)})
+    load_progress: Sequence[Progress] = (Progress("load", 1, 2), Progress("load", 2, 2))
+    load_gate: anyio.Event | None = None
+    failure: BaseException | None = None
+    requests: list[GenerateRequest] = field(default_factory=list)
+    loads: list[tuple[str, LoadOptions]] = field(default_factory=list)
+    pulls: list[tuple[str, str | None]] = field(default_factory=list)
+    given_up: int = 0
+    shutdowns: list[float | None] = field(default_factory=list)
+    on_shutdown: Callable[[], None] | None = None
+
+    def info(self) -> DaemonInfo:
+        if self.failure is not None:
+            raise self.failure
+        return DaemonInfo(
+            version="0.1.0",
+            pid=42,
+            uptime_s=1.5,
+            home="/home/omlxd",
+            socket="/home/omlxd/omlxd.sock",
+            device="cpu",
+            platform="test",
+            mlx="0",
+            mlx_lm="0",
+            mlx_vlm="0",
+        )
+
+    def status(self) -> DaemonStatus:
+        return DaemonStatus(
+            info=self.info(),
+            models=list(self.models.values()),
+            requests=[],
+            counts={"finished": len(self.requests)},
+            memory={"footprint_bytes": 1},
+            cache={},
+        )
+
+    def request_shutdown(self, grace_s: float | None) -> None:
+        self.shutdowns.append(grace_s)
+        if self.on_shutdown is not None:
+            self.on_shutdown()
+
+    async def list_models(self) -> Sequence[ModelEntry]:
+        return list(self.models.values())
+
+    async def load_model(self, model: str, options: LoadOptions, progress: ProgressSink) -> ModelEntry:
+        self._known(model)
+        self.loads.append((model, options))
+        for step in self.load_progress:
+            progress(step)
+            await anyio.lowlevel.checkpoint()
+        await self._wait_at_gate()
+        self.models[model] = replace(self.models[model], state="READY", pinned=options.pin)
+        return self.models[model]
+
+    async def unload_model(self, model: str, *, now: bool) -> Unloaded:
+        self._known(model)
+        self.models[model] = replace(self.models[model], state="ABSENT")
+        return Unloaded(self.models[model], freed_bytes=1000)
+
+    async def pull_model(self, source: str, name: str | None, progress: ProgressSink) -> ModelEntry:
+        self.pulls.append((source, name))
+        progress(Progress("download", 1, 1))
+        await self._wait_at_gate()
+        return self.models.setdefault(name or source, entry(name or source))
+
+    def generate(self, request: GenerateRequest) -> Generation:
+        self.requests.append(request)
+        if request.model not in self.models:
+            return refusing(self._not_found(request.model))
+        return self.script(request) if self.script is not None else answering(last_words(request))
+
+    async def tokenize(self, model: str, prompt: Prompt) -> Sequence[int]:
+        self._known(model)
+        text = prompt.text if isinstance(prompt, TextPrompt) else str(prompt)
+        return list(text.encode())
+
+    async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
+        self._known(model)
+        return bytes(token_ids).decode()
+
+    async def _wait_at_gate(self) -> None:
+        if self.load_gate is None:
+            return
+        try:
+            await self.load_gate.wait()
+        except anyio.get_cancelled_exc_class():
+            self.given_up += 1
+            raise
+
+    def _known(self, model: str) -> None:
+        if model not in self.models:
+            raise self._not_found(model)
+
+    def _not_found(self, model: str) -> ModelNotFound:
+        return ModelNotFound(model, difflib.get_close_matches(model, self.models))
+
+
+def entry(name: str) -> ModelEntry:
+    """A model on disk that is not loaded."""
+    return ModelEntry(name=name, path=f"/models/{name}", kind="llama", state="ABSENT", size_bytes=1000)
