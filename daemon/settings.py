@@ -65,7 +65,7 @@ class LogSettings:
     json: bool = _key(Flag(), False)
     content: bool = _key(Flag(), False)
     max_bytes: int = _key(Size(low=4 * KB), 20 * MB)
-    keep: int = _key(Whole(0, 1000), 5)
+    keep: int = _key(Whole(1, 1000), 5)  # with 0 the library would never rotate
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,148 @@
+"""The socket's place in the file system: private, published whole, never taken from a living owner.
+
+Owns the socket file from bind to unlink, and the rule that its directory is the user's alone. Called by `daemon.main`
+on the main thread before any other starts; the event loop then accepts on `Listener.socket`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+
+from omlxd.daemon.lock import InstanceLock
+from omlxd.daemon.paths import MAX_SOCKET_BYTES, SocketPathTooLong
+
+
+class UnsafePlace(Exception):
+    """A directory or file is not one that a private socket can live in."""
+
+
+class SocketInUse(Exception):
+    """Somebody answers at the path, or may."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"{path} belongs to a running program; stop it or set OMLXD_SOCKET to another path")
+        self.path = path
+
+
+class Listener:
+    """A listening, non-blocking Unix socket, mode 0600, at `path`; closing it removes the file if that is still ours."""
+
+    def __init__(self, path: str, sock: socket.socket) -> None:
+        self.path = path
+        self.socket = sock
+        self._identity = _identity(path)
+
+    def close(self) -> None:
+        """Idempotent. To be called with the lock still held: the next owner publishes right after."""
+        if self.socket.fileno() < 0:
+            return
+        if self._identity is not None and _identity(self.path) == self._identity:
+            os.unlink(self.path)
+        self.socket.close()
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def make_private(directory: str) -> None:
+    """Makes `directory` with mode 0700, or checks that it is a real one, this user's and closed to others.
+
+    An empty one, or one with a daemon's files, is closed; any other that is open to others is not ours to change. Raises
+    UnsafePlace, or OSError where it cannot be made.
+    """
+    _make_directories(directory)
+    state = os.lstat(directory)
+    if stat.S_ISLNK(state.st_mode):
+        raise UnsafePlace(f"{directory} is a link; set OMLXD_HOME to {os.path.realpath(directory)} itself")
+    if not stat.S_ISDIR(state.st_mode):
+        raise UnsafePlace(f"{directory} is not a directory; move it away or set OMLXD_HOME to another place")
+    if state.st_uid != os.getuid():
+        raise UnsafePlace(
+            f"{directory} belongs to user {state.st_uid}, not to {os.getuid()}; use a directory of your own"
+        )
+    if state.st_mode & 0o077:
+        if not _is_ours(directory):
+            mode = stat.S_IMODE(state.st_mode)
+            raise UnsafePlace(f"{directory} is open to others (mode {mode:04o}); run chmod 700 on it, or use another")
+        os.chmod(directory, 0o700)
+
+
+def publish(path: str, lock: InstanceLock) -> Listener:
+    """Listens at `path`, which nobody else may do: `lock` is the proof. Replaces a socket without an owner.
+
+    The socket is bound under another name and moved to `path` when it is private and listening, so a client finds
+    either nothing or a daemon. Raises SocketInUse, UnsafePlace, SocketPathTooLong or OSError.
+    """
+    _check_vacant(path)
+    directory = os.path.dirname(path)
+    temporary = os.path.join(directory, f".{os.getpid():x}")  # as short as can be: it has to fit as well
+    if len(os.fsencode(temporary)) > MAX_SOCKET_BYTES:
+        raise SocketPathTooLong(temporary, len(os.fsencode(temporary)))
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _unlink_if_there(temporary)  # of a crashed process that had our pid
+        sock.bind(temporary)
+        os.chmod(temporary, 0o600)
+        sock.listen(socket.SOMAXCONN)
+        sock.setblocking(False)
+        os.rename(temporary, path)
+        return Listener(path, sock)
+    except BaseException:
+        sock.close()
+        _unlink_if_there(temporary)
+        raise
+
+
+def _check_vacant(path: str) -> None:
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise UnsafePlace(f"{path} is not a socket; move it away or set OMLXD_SOCKET to another path")
+    if _answers(path):
+        raise SocketInUse(path)
+
+
+def _answers(path: str) -> bool:
+    """False only where nobody listens. A full backlog or a refusal for another reason is an owner, however slow."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(path) not in (errno.ECONNREFUSED, errno.ENOENT)
+
+
+def _make_directories(path: str) -> None:
+    """Every missing one with mode 0700, whatever the umask: os.makedirs would leave the upper ones to it."""
+    if os.path.lexists(path):
+        return
+    _make_directories(os.path.dirname(path))
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        return  # a second daemon, started at the same moment
+
+
+def _is_ours(directory: str) -> bool:
+    names = os.listdir(directory)
+    return not names or "omlxd.lock" in names or "config.toml" in names
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        state = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return state.st_dev, state.st_ino
+
+
+def _unlink_if_there(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return

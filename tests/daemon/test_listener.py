@@ -1,0 +1,205 @@
+"""The socket: private from the first moment, and never taken from a living owner."""
+
+import os
+import re
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from omlxd.daemon.listener import SocketInUse, UnsafePlace, make_private, publish
+from omlxd.daemon.lock import InstanceLock
+from omlxd.daemon.paths import SocketPathTooLong
+
+PUBLISH = """
+import sys
+from omlxd.daemon.listener import make_private, publish
+from omlxd.daemon.lock import InstanceLock
+make_private(sys.argv[1])
+listener = publish(sys.argv[1] + "/omlxd.sock", InstanceLock(sys.argv[1] + "/omlxd.lock", "1"))
+print(flush=True)
+input()
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> str:
+    make_private(str(tmp_path / "home"))
+    return str(tmp_path / "home")
+
+
+@pytest.fixture
+def path(home: str) -> str:
+    return f"{home}/omlxd.sock"
+
+
+@pytest.fixture
+def lock(home: str) -> Iterator[InstanceLock]:
+    with InstanceLock(f"{home}/omlxd.lock", "1") as held:
+        yield held
+
+
+@pytest.fixture
+def open_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def connects(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        return client.connect_ex(path) == 0
+
+
+def mode(path: str | Path) -> int:
+    return stat.S_IMODE(os.stat(path).st_mode)
+
+
+def test_a_published_socket_is_listening_private_and_alone(home: str, path: str, lock: InstanceLock):
+    with publish(path, lock):
+        assert connects(path)
+        assert mode(path) == 0o600
+        assert sorted(os.listdir(home)) == ["omlxd.lock", "omlxd.sock"]
+    assert not os.path.exists(path)
+
+
+def test_closing_twice_is_closing_once(path: str, lock: InstanceLock):
+    listener = publish(path, lock)
+    listener.close()
+    Path(path).touch()
+    listener.close()
+    assert os.path.exists(path)
+
+
+def test_a_socket_left_by_a_crash_is_replaced(path: str, lock: InstanceLock):
+    with socket.socket(socket.AF_UNIX) as crashed:
+        crashed.bind(path)
+    with publish(path, lock):
+        assert connects(path)
+
+
+def test_a_killed_process_leaves_a_place_that_can_be_taken(home: str, path: str):
+    first = subprocess.Popen([sys.executable, "-c", PUBLISH, home], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert first.stdout is not None
+    first.stdout.readline()
+    first.kill()
+    first.communicate()
+    assert os.path.exists(path)
+    with InstanceLock(f"{home}/omlxd.lock", "1") as lock, publish(path, lock):
+        assert connects(path)
+
+
+def test_a_living_socket_is_never_taken_even_if_its_owner_accepts_nobody(path: str, lock: InstanceLock):
+    with socket.socket(socket.AF_UNIX) as owner:
+        owner.bind(path)
+        owner.listen(0)
+        before = os.stat(path).st_ino
+        waiting = []
+        while not waiting or waiting[-1].connect_ex(path) == 0:  # until the backlog is full
+            waiting.append(socket.socket(socket.AF_UNIX))
+            waiting[-1].setblocking(False)
+        with pytest.raises(SocketInUse, match="belongs to a running program; stop it or set OMLXD_SOCKET"):
+            publish(path, lock)
+        assert os.stat(path).st_ino == before
+        for client in waiting:
+            client.close()
+
+
+def test_a_file_that_is_no_socket_stays(path: str, lock: InstanceLock):
+    Path(path).write_text("precious")
+    with pytest.raises(UnsafePlace, match="is not a socket"):
+        publish(path, lock)
+    assert Path(path).read_text() == "precious"
+
+
+def test_a_successors_socket_is_not_removed(path: str, lock: InstanceLock):
+    listener = publish(path, lock)
+    os.unlink(path)
+    with publish(path, lock):
+        listener.close()
+        assert connects(path)
+
+
+def test_clients_never_meet_a_half_made_socket(path: str, lock: InstanceLock):
+    """A path that is published again and again either refuses a connection or takes it; the file is always private."""
+    seen, ended = set(), threading.Event()
+
+    def poll() -> None:
+        while not ended.is_set():
+            try:
+                seen.add(mode(path))
+            except FileNotFoundError:
+                continue
+
+    poller = threading.Thread(target=poll)
+    poller.start()
+    for _ in range(30):
+        publish(path, lock).close()
+    ended.set()
+    poller.join()
+    assert seen <= {0o600}
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_with_an_open_umask_nothing_is_ever_open_to_others(tmp_path: Path):
+    home = tmp_path / "upper" / "home"
+    child = subprocess.Popen([sys.executable, "-c", PUBLISH, str(home)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    seen = set()
+    while not (home / "omlxd.sock").exists():
+        assert child.poll() is None
+        for place in (home.parent, home, home / "omlxd.sock"):
+            try:
+                seen.add(mode(place))
+            except FileNotFoundError:
+                continue
+    seen |= {mode(home / "omlxd.sock"), mode(home / "omlxd.lock")}
+    child.communicate(b"\n")
+    assert seen <= {0o700, 0o600}
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_every_directory_that_is_made_is_private(tmp_path: Path):
+    make_private(str(tmp_path / "a" / "b"))
+    assert (mode(tmp_path / "a"), mode(tmp_path / "a" / "b")) == (0o700, 0o700)
+
+
+def test_an_empty_or_used_home_is_closed_to_others(tmp_path: Path):
+    for names in ([], ["omlxd.lock", "logs"], ["config.toml", "models", "x"]):
+        home = tmp_path / f"home{len(names)}"
+        home.mkdir(mode=0o755)
+        for name in names:
+            (home / name).touch()
+        make_private(str(home))
+        assert mode(home) == 0o700
+
+
+def test_a_directory_with_other_things_in_it_is_not_changed(tmp_path: Path):
+    (tmp_path / "project").mkdir(mode=0o755)
+    (tmp_path / "project" / "file").touch()
+    with pytest.raises(UnsafePlace, match=r"is open to others \(mode 0755\); run chmod 700 on it, or use another"):
+        make_private(str(tmp_path / "project"))
+    assert mode(tmp_path / "project") == 0o755
+
+
+def test_a_link_a_file_and_a_strangers_directory_are_refused(tmp_path: Path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "file").touch()
+    with pytest.raises(UnsafePlace, match=re.escape(f"set OMLXD_HOME to {tmp_path}/real itself")):
+        make_private(str(tmp_path / "link"))
+    with pytest.raises(UnsafePlace, match="is not a directory"):
+        make_private(str(tmp_path / "file"))
+    if os.getuid() != 0:
+        with pytest.raises(UnsafePlace, match="belongs to user 0"):
+            make_private("/")
+
+
+def test_a_directory_too_long_for_the_passing_name_is_refused(tmp_path: Path, lock: InstanceLock):
+    path = str(tmp_path).ljust(100, "d") + "/s"
+    with pytest.raises(SocketPathTooLong, match="the most is 102"):
+        publish(path, lock)
