@@ -1,0 +1,132 @@
+"""The daemon's log: one line per event for people, or one JSON object per line for programs.
+
+Owns the handlers of the root logger, set up once by `daemon.main`; any thread may log. A file of bounded size, whatever
+happens: it is rotated, a line is cut at a length, and a warning that repeats is counted instead of written. What is
+logged is the caller's choice; prompts and answers are not, unless the settings allow it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.handlers
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from omlxd.daemon.settings import LogSettings
+
+_MAX_LINE = 8000  # characters of one record, traceback included
+_REPEATS = 5  # of one warning in a window are written
+_WINDOW_S = 60.0
+_MAX_KINDS = 256  # warnings told apart; beyond that all are written
+
+
+class Lines(logging.Formatter):
+    """`2026-11-29 22:04:17 INFO daemon: text`, in local time; a traceback follows on lines of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _cut(super().format(record))
+
+
+class JsonLines(logging.Formatter):
+    """One object per record: `at` (Unix seconds), `level`, `logger`, `message` and, after a failure, `traceback`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "at": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": _cut(record.getMessage()),
+        }
+        if record.exc_info:
+            line["traceback"] = _cut(self.formatException(record.exc_info))
+        return json.dumps(line, ensure_ascii=False)
+
+
+@dataclass(slots=True)
+class _Run:
+    """One warning's minute: when it began, how often it came."""
+
+    since: float
+    count: int = 0
+
+
+class Counted(logging.Handler):
+    """Hands records on to `targets`; of a warning that repeats, the first few of each minute and then their number.
+
+    A warning is known by its logger, its level and its text before the arguments are filled in.
+    """
+
+    def __init__(self, targets: Sequence[logging.Handler], clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._targets = targets
+        self._clock = clock
+        self._runs: dict[tuple[str, int, str], _Run] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:  # the caller holds this handler's lock
+        self._report(until=self._clock() - _WINDOW_S)
+        if record.levelno < logging.WARNING or self._is_among_the_first(record):
+            self._hand_on(record)
+
+    def close(self) -> None:
+        self.acquire()
+        try:
+            self._report(until=self._clock())
+        finally:
+            self.release()
+        for target in self._targets:
+            target.close()
+        super().close()
+
+    def _is_among_the_first(self, record: logging.LogRecord) -> bool:
+        key = (record.name, record.levelno, str(record.msg))
+        if key not in self._runs and len(self._runs) >= _MAX_KINDS:
+            return True
+        run = self._runs.setdefault(key, _Run(self._clock()))
+        run.count += 1
+        return run.count <= _REPEATS
+
+    def _report(self, *, until: float) -> None:
+        """Ends the minutes that began by `until`, and writes what they held back."""
+        for (name, level, text), run in [*self._runs.items()]:
+            if run.since > until:
+                continue
+            del self._runs[name, level, text]
+            if run.count > _REPEATS:
+                message = f"{run.count - _REPEATS} more like this: {text}"
+                self._hand_on(logging.LogRecord(name, level, __file__, 0, message, None, None))
+
+    def _hand_on(self, record: logging.LogRecord) -> None:
+        for target in self._targets:
+            target.handle(record)
+
+
+def set_up(path: str, settings: LogSettings, *, as_json: bool, to_stderr: bool) -> None:
+    """Sends everything that is logged to the file at `path` (its directory is made, 0700), and to stderr if wanted.
+
+    The omlxd modules log from the settings' level on, libraries from warnings on. Raises OSError where the file cannot
+    be opened.
+    """
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    targets: list[logging.Handler] = [
+        logging.handlers.RotatingFileHandler(
+            path, maxBytes=settings.max_bytes, backupCount=settings.keep, encoding="utf-8", errors="backslashreplace"
+        )
+    ]
+    if to_stderr:
+        targets.append(logging.StreamHandler())
+    for target in targets:
+        target.setFormatter(JsonLines() if as_json else Lines())
+    logging.basicConfig(handlers=[Counted(targets)], level=logging.WARNING)
+    logging.getLogger("omlxd").setLevel(settings.level.upper())
+    logging.captureWarnings(True)
+    logging.raiseExceptions = False  # a full disk or a closed terminal must not add to what fails
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_LINE else f"{text[:_MAX_LINE]} ... ({len(text) - _MAX_LINE} characters more)"
