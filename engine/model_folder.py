@@ -111,7 +111,12 @@ def _brings_code(path: Path, config: Mapping[str, object]) -> bool:
     configs = [config]
     if (path / "tokenizer_config.json").exists():
         configs.append(_json_object(path / "tokenizer_config.json"))
-    return "model_file" in config or any("AutoTokenizer" in _mapping(each.get("auto_map")) for each in configs)
+    return "model_file" in config or any(_maps_tokenizer(each.get("auto_map")) for each in configs)
+
+
+def _maps_tokenizer(auto_map: object) -> bool:
+    # A list is the older form, in which the tokenizer's classes stand alone.
+    return isinstance(auto_map, list) or "AutoTokenizer" in _mapping(auto_map)
 
 
 def _mapping(value: object) -> Mapping[str, object]:

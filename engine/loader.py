@@ -1,0 +1,174 @@
+"""Loading: from a catalog entry to a model in memory with its tokenizer and facts, or a typed error.
+
+Runs on the loader thread, which evaluates every weight before the model is handed on; keeps no state. Reads local
+files only: paths that exist are never looked up on the Hugging Face Hub, and `local_files_only` says so once more.
+No environment variable is needed for that and none is set.
+
+The chat template is transformers' choice: chat_template.jinja, if the folder has one, else what tokenizer_config.json
+says. A model with neither loads and has no chat template.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_adapters, load_model, load_tokenizer
+
+from omlxd.engine import architectures
+from omlxd.engine.api import LoadOptions, ModelLoadFailed, Progress, ProgressSink, Unsupported
+from omlxd.engine.catalog import CatalogEntry
+from omlxd.engine.model import LoadedModel, ModelFacts
+from omlxd.engine.model_facts import (
+    GENERATION_CONFIG,
+    context_tokens,
+    end_tokens,
+    generation_config,
+    sampling_defaults,
+    vocabulary,
+)
+
+_GROUP_BYTES = 64 * 2**20
+# mlx-lm and transformers build what a config asks for with few checks of their own: a config that fits no model
+# surfaces as any of these. Their own bugs would too; either way this model is what cannot be loaded.
+_BUILD_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+def load(entry: CatalogEntry, options: LoadOptions, *, progress: ProgressSink) -> LoadedModel:
+    """Loads a model; `progress` gets the bytes of weights in memory and how many there will be.
+
+    What `progress` raises passes through and gives the load up. Raises ModelLoadFailed or Unsupported.
+    """
+    entry.check()
+    _check_options(options)
+    config = json.loads((entry.path / "config.json").read_bytes())
+    _check_text(config)
+    generation = generation_config(entry.path)
+    with _folder(entry.path, without_generation_config=generation is None) as folder:
+        generation = generation or {}
+        tokenizer = _tokenizer(entry, folder, end_tokens(config, generation))
+        model = _model(entry, folder, options.adapter)
+        weight_bytes = _materialise(entry, model, progress)
+    facts = ModelFacts(
+        name=entry.name,
+        path=entry.path,
+        context_tokens=context_tokens(config),
+        vocab_size=vocabulary(config, len(tokenizer)),
+        eos_token_ids=frozenset(tokenizer.eos_token_ids),
+        has_chat_template=tokenizer.has_chat_template,
+        weight_bytes=weight_bytes,
+        defaults=sampling_defaults(generation),
+    )
+    return LoadedModel(model, tokenizer, facts)
+
+
+def _check_options(options: LoadOptions) -> None:
+    if options.draft is not None:
+        raise Unsupported("draft", "models are not paired with a drafter yet; load it without draft")
+    if options.kv_bits is not None:
+        raise Unsupported("kv_bits", "the KV cache is not quantised yet; load it without kv_bits")
+
+
+def _check_text(config: Mapping[str, Any]) -> None:
+    model_type = config["model_type"]
+    if "model_file" not in config and not architectures.is_text(model_type):
+        reason = "only mlx-vlm builds it and this version runs mlx-lm's models; choose a text model"
+        raise Unsupported(f"model type {model_type!r}", reason)
+
+
+@contextmanager
+def _folder(path: Path, *, without_generation_config: bool) -> Iterator[Path]:
+    """The folder as mlx-lm is to see it. It reads generation_config itself, so a broken one is kept from its sight."""
+    if not without_generation_config:
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="omlxd-load-") as name:
+        for file in path.iterdir():
+            if file.name != GENERATION_CONFIG:
+                (Path(name) / file.name).symlink_to(file.absolute())
+        yield Path(name)
+
+
+def _tokenizer(entry: CatalogEntry, folder: Path, end_ids: frozenset[int]) -> TokenizerWrapper:
+    own = {"trust_remote_code": entry.remote_code, "local_files_only": True}
+    try:
+        return load_tokenizer(folder, own, eos_token_ids=sorted(end_ids) or None)
+    except _BUILD_ERRORS as error:
+        raise _failed(entry, "its tokenizer cannot be built", error) from error
+
+
+def _model(entry: CatalogEntry, folder: Path, adapter: str | None) -> Any:
+    """The model with lazy weights: nothing but their headers has been read."""
+    try:
+        model, _ = load_model(folder, lazy=True, trust_remote_code=entry.remote_code)
+    except _BUILD_ERRORS as error:
+        raise _failed(entry, "its weights and config do not make a model", error) from error
+    if adapter is not None:
+        model = _adapted(entry, model, Path(adapter))
+    cpu = mx.default_device() == mx.Device(mx.cpu)
+    if cpu:
+        # The CPU's half-precision products are some thirty times slower; quantisation scales are floating too.
+        model.set_dtype(mx.float32)
+    return model
+
+
+def _adapted(entry: CatalogEntry, model: Any, adapter: Path) -> Any:
+    if not (adapter / "adapter_config.json").is_file():
+        reason = f"the adapter {str(adapter)!r} has no adapter_config.json"
+        raise ModelLoadFailed(entry.name, reason, "give the folder of an adapter that mlx_lm.lora has written")
+    try:
+        adapted = load_adapters(model, str(adapter))
+    except _BUILD_ERRORS as error:
+        raise _failed(entry, f"the adapter {str(adapter)!r} does not fit", error) from error
+    return adapted.eval()
+
+
+def _materialise(entry: CatalogEntry, model: Any, progress: ProgressSink) -> int:
+    """Evaluates the weights group by group, so that what a cast replaces is freed on the way. Returns their bytes."""
+    weights: dict[str, mx.array] = {}
+    tree_flatten(model.parameters(), destination=weights)
+    total, done = sum(array.nbytes for array in weights.values()), 0
+    progress(Progress("load", done, total))
+    for group in _groups(weights.values()):
+        try:
+            mx.eval(group)
+        except _BUILD_ERRORS as error:
+            raise _failed(entry, "its weights cannot be read", error) from error
+        done += sum(array.nbytes for array in group)
+        progress(Progress("load", done, total))
+    return total
+
+
+def _groups(arrays: Iterable[mx.array]) -> Iterator[list[mx.array]]:
+    group: list[mx.array] = []
+    size = 0
+    for array in arrays:
+        group.append(array)
+        size += array.nbytes
+        if size >= _GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _failed(entry: CatalogEntry, what: str, error: BaseException) -> ModelLoadFailed:
+    detail = " ".join(str(error).split())[:200] or type(error).__name__
+    return ModelLoadFailed(entry.name, f"{what}: {detail}", "download or convert the model again")
