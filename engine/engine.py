@@ -1,0 +1,105 @@
+"""One loaded model's engine as the event loop sees it: a thread, its inbox and the streams of its live requests.
+
+The handle never waits for the thread: commands go into the inbox, a step's events come back in one
+`call_soon_threadsafe`. It counts the live requests, so that a full queue is refused at once, and when the thread ends,
+however it ends, everyone who still waits gets an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Sequence
+
+from omlxd.engine.api import EngineFailed, GenerationResult, OmlxError, QueueFull, RequestInfo
+from omlxd.engine.inbox import Abort, Close, Inbox, Submit
+from omlxd.engine.model import LoadedModel, ModelFacts
+from omlxd.engine.request import Job
+from omlxd.engine.scheduler import SchedulerLimits
+from omlxd.engine.stream import EventStream
+from omlxd.engine.worker import Closed, Events, Worker
+
+log = logging.getLogger(__name__)
+
+# What a client refused for a full queue is told before any request has ended here, and the least it is told after.
+FIRST_RETRY_MS, LEAST_RETRY_MS = 1000, 100
+
+
+class Engine:
+    """The loop's handle on one engine thread. `closed` is set once, when the thread has let go of the model."""
+
+    def __init__(self, loaded: LoadedModel, limits: SchedulerLimits) -> None:
+        """Takes `loaded` over: whoever made it must drop it, or the model outlives its engine."""
+        self.facts: ModelFacts = loaded.facts
+        self.tokenizer = loaded.tokenizer
+        self._limits = limits
+        self._loop = asyncio.get_running_loop()
+        self._inbox = Inbox()
+        self._live: dict[str, EventStream] = {}
+        self._mean_s: float | None = None
+        self.closed: asyncio.Future[Closed] = self._loop.create_future()
+        self._worker = Worker(loaded, limits, self._inbox, self._emit)
+        self.merges_rows = self._worker.merges_rows
+        self._thread = threading.Thread(target=self._main, name=f"engine-{self.facts.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def requests(self) -> Sequence[RequestInfo]:
+        """The live requests, as of a tenth of a second ago at most while the engine is busy."""
+        return self._worker.requests
+
+    def submit(self, job: Job, stream: EventStream) -> None:
+        """Queues a job. Raises QueueFull, or EngineFailed when the engine has ended."""
+        if self.closed.done():
+            raise EngineFailed(job.model, "the engine has ended")
+        if len(self._live) >= self._limits.max_batch + self._limits.max_queue:
+            raise QueueFull(self._limits.max_queue, self._retry_ms())
+        self._live[job.id] = stream
+        self._inbox.put(Submit(job))
+
+    def abort(self, id: str, reason: str | None) -> None:
+        self._inbox.put(Abort(id, reason))
+
+    def close(self, command: Close) -> None:
+        """Asks the thread to end; `closed` tells when it has."""
+        self._inbox.put(command)
+
+    def _retry_ms(self) -> int:
+        """When a place should be free: a queue's worth of requests, a batch at a time, at the rate of the latest."""
+        if self._mean_s is None:
+            return FIRST_RETRY_MS
+        return max(LEAST_RETRY_MS, round(self._mean_s * 1e3 / self._limits.max_batch))
+
+    # -- the thread's side --------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            closed = self._worker.run()
+        except Exception as exc:  # the top of the thread: whatever went wrong, nobody may be left waiting
+            log.exception("the engine thread of %s died", self.facts.name)
+            closed = Closed(f"{type(exc).__name__} in the engine thread", 0)
+        self._loop.call_soon_threadsafe(self._ended, closed)
+
+    def _emit(self, events: Events) -> None:
+        self._loop.call_soon_threadsafe(self._deliver, events)
+
+    # -- back on the loop ---------------------------------------------------------------------------------------------
+
+    def _deliver(self, events: Events) -> None:
+        for id, event in events:
+            stream = self._live[id]
+            if isinstance(event, (GenerationResult, OmlxError)):
+                del self._live[id]
+                if isinstance(event, GenerationResult):
+                    self._remember(event.timings.prefill_ms + event.timings.decode_ms)
+            stream.deliver(event)
+
+    def _remember(self, took_ms: float) -> None:
+        self._mean_s = took_ms / 1e3 if self._mean_s is None else 0.8 * self._mean_s + 0.2 * took_ms / 1e3
+
+    def _ended(self, closed: Closed) -> None:
+        for stream in self._live.values():
+            stream.deliver(EngineFailed(self.facts.name, closed.failure or "the engine has ended"))
+        self._live.clear()
+        self.closed.set_result(closed)

@@ -1,0 +1,60 @@
+"""The way into an engine thread: commands, and the condition it waits on when it has nothing to do.
+
+Any thread may put commands in; the engine thread alone takes them out, all at once, at the start of a step. Nothing
+waits for room: how many requests may be under way is decided before `put`, by the handle that counts them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from omlxd.engine.request import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Run this."""
+
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End this request, if it is still there; its client is told that it was cancelled."""
+
+    id: str
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """End everything and the thread with it."""
+
+    why: Literal["unloaded", "shutdown"]
+
+
+Command = Submit | Abort | Close
+
+
+class Inbox:
+    """Commands on their way to the engine thread."""
+
+    def __init__(self) -> None:
+        self._commands: list[Command] = []
+        self._arrived = threading.Condition()
+
+    def put(self, command: Command) -> None:
+        with self._arrived:
+            self._commands.append(command)
+            self._arrived.notify()
+
+    def take(self, *, wait: bool) -> Sequence[Command]:
+        """Everything that has arrived, in order. With `wait`, sleeps until something does."""
+        with self._arrived:
+            if wait:
+                self._arrived.wait_for(lambda: bool(self._commands))
+            taken, self._commands = self._commands, []
+            return taken

@@ -1,0 +1,66 @@
+"""Prefill: running a prompt through the model ahead of decoding. The only place that calls the model on a prompt.
+
+`Prefill` is one prompt on caches of its own, computed in turns whose size the scheduler chooses. Short prompts need no
+turns of their own: they join the batch together (`Batch.join`), padded to each other. Used on the engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
+
+Caches = list[Any]
+
+
+class Prefill:
+    """One prompt's way into its caches. The last token is never run here: its logits belong to the first draw."""
+
+    def __init__(self, model: Module, tokens: Sequence[int], caches: Caches, done: int = 0) -> None:
+        """`caches` hold the KV of the first `done` tokens."""
+        self._model = model
+        self._tokens = tokens
+        self.caches = caches
+        self.done = done
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to run before the last one."""
+        return len(self._tokens) - 1 - self.done
+
+    @property
+    def rest(self) -> Sequence[int]:
+        """What has not been run yet, the last token included."""
+        return self._tokens[self.done :]
+
+    def advance(self, num_tokens: int) -> None:
+        """Runs at most `num_tokens` more and waits for them: how long a turn took is what sizes the next."""
+        stop = self.done + min(num_tokens, self.remaining)
+        # The logits stay lazy and are never computed: only the caches are evaluated.
+        self._model(mx.array(list(self._tokens[self.done : stop]))[None], cache=self.caches)
+        mx.eval([cache.state for cache in self.caches])
+        self.done = stop
+
+
+def new_caches(model: Module) -> Caches:
+    """Empty caches for one row, as the model wants them."""
+    return list(make_prompt_cache(model))
+
+
+def mergeable(caches: Caches) -> bool:
+    """Whether rows with such caches can share one batch.
+
+    mlx-lm 0.32.2 merges these classes; its merged rotating cache has no place for tokens that are kept for ever.
+    """
+    return all(_mergeable(cache) for cache in caches)
+
+
+def _mergeable(cache: Any) -> bool:
+    if type(cache) is CacheList:
+        return all(_mergeable(leaf) for leaf in cache.caches)
+    if type(cache) is RotatingKVCache:
+        return bool(cache.keep == 0)
+    return type(cache) in (KVCache, ArraysCache)

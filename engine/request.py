@@ -1,0 +1,197 @@
+"""One request inside its engine: its state, its tokens so far, its text and its times.
+
+Made on the event loop, owned by the engine thread from the moment it is submitted. The states and the moves between
+them stand in one table; `enter` is the only way to change them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from omlxd.engine.api import (
+    Cancelled,
+    Delta,
+    FinishReason,
+    GenerationResult,
+    InvariantError,
+    RequestInfo,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
+from omlxd.engine.sampling import SamplingSettings
+from omlxd.engine.text import Decoder, Detokenizer, StopFinder
+
+Clock = Callable[[], float]
+
+
+class State(enum.Enum):
+    """Where a request is on its way (DESIGN.md section 3)."""
+
+    QUEUED = "QUEUED"
+    HELD = "HELD"
+    FETCHING = "FETCHING"
+    PREFILL = "PREFILL"
+    DECODE = "DECODE"
+    FINISHED = "FINISHED"
+    CANCELLED = "CANCELLED"
+    FAILED = "FAILED"
+
+
+ENDS = frozenset({State.FINISHED, State.CANCELLED, State.FAILED})
+_NEXT: dict[State, frozenset[State]] = {
+    State.QUEUED: frozenset({State.FETCHING, State.PREFILL, State.HELD}),
+    State.HELD: frozenset({State.QUEUED}),
+    State.FETCHING: frozenset({State.PREFILL, State.QUEUED}),
+    State.PREFILL: frozenset({State.DECODE, State.HELD, State.QUEUED}),
+    State.DECODE: frozenset({State.HELD, State.QUEUED}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What an engine is asked to do: a prompt in token ids and everything that shapes the answer."""
+
+    id: str
+    model: str
+    prompt: Sequence[int]
+    sampling: SamplingSettings
+    logit_bias: dict[int, float]
+    max_tokens: int
+    stop: Sequence[str]
+    stop_ids: frozenset[int]
+    logprobs: int
+    stream: bool
+    progress: bool
+    batch_priority: bool
+    use_cache: bool
+    arrived: float
+
+
+class Request:
+    """A job on its way through the engine."""
+
+    def __init__(self, job: Job, decoder: Decoder, clock: Clock) -> None:
+        self.job = job
+        self.state = State.QUEUED
+        self.reason: str | None = None
+        self.computed = 0  # prompt tokens whose KV exists, cached ones included
+        self.cached = 0
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self._clock = clock
+        self._detokenizer = Detokenizer(decoder)
+        self._stops = StopFinder(job.stop) if job.stop else None
+        self._texts: list[str] = []
+        self.submitted = clock()
+        self.started: float | None = None
+        self._first_token: float | None = None
+        self._fetch_s = 0.0
+
+    @property
+    def id(self) -> str:
+        return self.job.id
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDS
+
+    def enter(self, state: State, reason: str | None = None) -> None:
+        """Moves on. Raises InvariantError for a move that the table does not allow."""
+        if self.state in ENDS or state not in _NEXT[self.state] | ENDS:
+            raise InvariantError(f"request {self.id}: {self.state.name} -> {state.name}")
+        if state in (State.PREFILL, State.FETCHING) and self.started is None:
+            self.started = self._clock()
+        self.state = state
+        self.reason = reason
+
+    def accept(self, token_id: int, logprob: TokenLogprob | None) -> tuple[Delta | None, FinishReason | None]:
+        """Takes the next token; returns what may be sent now and, at the end, why it ended."""
+        if self._first_token is None:
+            self._first_token = self._clock()
+        if token_id in self.job.stop_ids:
+            return self._delta(self._flush(), [], []), "stop"
+        self.token_ids.append(token_id)
+        added = [] if logprob is None else [logprob]
+        self.logprobs.extend(added)
+        text, stopped = self._new_text(token_id)
+        reason: FinishReason | None = None
+        if stopped:
+            reason = "stop"
+        elif len(self.token_ids) >= self.job.max_tokens:
+            reason = "length"
+            tail, stopped = self._flush_with_stop()
+            text += tail
+            if stopped:
+                reason = "stop"
+        return self._delta(text, [token_id], added), reason
+
+    def _new_text(self, token_id: int) -> tuple[str, bool]:
+        text = self._detokenizer.add(token_id)
+        if self._stops is None or not text:
+            return text, False
+        return self._stops.add(text)
+
+    def _flush_with_stop(self) -> tuple[str, bool]:
+        tail = self._detokenizer.finish()
+        if self._stops is None:
+            return tail, False
+        text, stopped = self._stops.add(tail)
+        return (text, True) if stopped else (text + self._stops.finish(), False)
+
+    def _flush(self) -> str:
+        return self._flush_with_stop()[0]
+
+    def _delta(self, text: str, token_ids: list[int], logprobs: list[TokenLogprob]) -> Delta | None:
+        if text:
+            self._texts.append(text)
+        if not self.job.stream or not (text or token_ids):
+            return None
+        return Delta(text, "content", token_ids, logprobs)
+
+    def result(self, reason: FinishReason) -> GenerationResult:
+        """The whole answer, or what there is of it."""
+        return GenerationResult(
+            model=self.job.model,
+            text="".join(self._texts),
+            finish_reason=reason,
+            usage=Usage(len(self.job.prompt), self.cached, len(self.token_ids)),
+            timings=self._timings(),
+            seed=self.job.sampling.seed,
+            token_ids=self.token_ids,
+            prompt_token_ids=self.job.prompt,
+            logprobs=self.logprobs if self.job.logprobs else None,
+        )
+
+    def cancelled(self, reason: str | None) -> Cancelled:
+        """The error that tells the client of a cancellation, with the answer so far."""
+        return Cancelled(self.result("cancelled"), reason)
+
+    def _timings(self) -> Timings:
+        now = self._clock()
+        started = self.started if self.started is not None else now
+        first = self._first_token if self._first_token is not None else now
+        decode_s = now - first
+        more = len(self.token_ids) - 1
+        return Timings(
+            queue_ms=(started - self.job.arrived) * 1e3,
+            fetch_ms=self._fetch_s * 1e3,
+            prefill_ms=(first - started - self._fetch_s) * 1e3,
+            ttft_ms=(first - self.job.arrived) * 1e3,
+            decode_ms=decode_s * 1e3,
+            tokens_per_s=more / decode_s if more > 0 and decode_s > 0 else 0.0,
+        )
+
+    def info(self) -> RequestInfo:
+        return RequestInfo(
+            id=self.id,
+            model=self.job.model,
+            state=self.state.name,
+            prompt_tokens=len(self.job.prompt),
+            computed_tokens=self.computed,
+            completion_tokens=len(self.token_ids),
+            age_s=self._clock() - self.job.arrived,
+            reason=self.reason,
+        )

@@ -1,0 +1,253 @@
+"""Sampling: how each row of a batch draws its next token from the logits.
+
+One `BatchSampler` serves a whole batch in one call, with settings and a PRNG key per row: a row's draw depends on its
+seed, on how many tokens it has and on its own logits, never on its neighbours. `Penalties` and `bias_processor` change
+one row's logits before that. Used on the engine thread; holds small arrays made there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import mlx.core as mx
+
+from omlxd.engine.api import Sampling
+from omlxd.engine.model import SamplingDefaults
+
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
+DEFAULT_TEMPERATURE = 0.7
+XTC_THRESHOLD = 0.1
+_MASK64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSettings:
+    """What `Sampling` and the model's defaults come to: nothing is None any more. `temperature` 0 is greedy."""
+
+    seed: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = XTC_THRESHOLD
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+
+def resolve(sampling: Sampling, defaults: SamplingDefaults, *, seed: int) -> SamplingSettings:
+    """The client's wish, else the model's generation_config, else the protocol's default."""
+
+    def first(*values: float | None) -> float:
+        return next(value for value in values if value is not None)
+
+    return SamplingSettings(
+        seed=sampling.seed if sampling.seed is not None else seed,
+        temperature=first(sampling.temperature, defaults.temperature, DEFAULT_TEMPERATURE),
+        top_p=first(sampling.top_p, defaults.top_p, 1.0),
+        top_k=int(first(sampling.top_k, defaults.top_k, 0)),
+        min_p=first(sampling.min_p, defaults.min_p, 0.0),
+        xtc_probability=first(sampling.xtc_probability, 0.0),
+        xtc_threshold=first(sampling.xtc_threshold, XTC_THRESHOLD),
+        repetition_penalty=first(sampling.repetition_penalty, defaults.repetition_penalty, 1.0),
+        presence_penalty=first(sampling.presence_penalty, 0.0),
+        frequency_penalty=first(sampling.frequency_penalty, 0.0),
+    )
+
+
+def row_key(seed: int, index: int, purpose: int = 0) -> list[int]:
+    """The PRNG key, as two uint32, for the draw of a row's token `index`: splitmix64's finaliser over seed and index.
+
+    Computed, not split from the key before it, so that a row which left the batch and came back goes on as if it had
+    stayed.
+    """
+    x = (seed + (2 * index + purpose + 1) * 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    x ^= x >> 31
+    return [x >> 32, x & 0xFFFFFFFF]
+
+
+class SamplerRow:
+    """One row's settings and the index of the token it draws next."""
+
+    __slots__ = ("index", "settings")
+
+    def __init__(self, settings: SamplingSettings, index: int = 0) -> None:
+        self.settings = settings
+        self.index = index
+
+
+class BatchSampler:
+    """Draws one token for every row of a batch. Its rows are in the batch's order; `batch.py` keeps them so."""
+
+    def __init__(self, rows: Sequence[SamplerRow] = ()) -> None:
+        self._rows: list[SamplerRow] = []
+        self.extend(rows)
+
+    @property
+    def rows(self) -> Sequence[SamplerRow]:
+        return self._rows
+
+    def extend(self, rows: Sequence[SamplerRow]) -> None:
+        self._rows = [*self._rows, *rows]
+        self._columns = _Columns([row.settings for row in self._rows])
+
+    def keep(self, indices: Sequence[int]) -> None:
+        self._rows = [self._rows[i] for i in indices]
+        self._columns = _Columns([row.settings for row in self._rows])
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        """Token ids (rows,) for log-probabilities (rows, vocabulary)."""
+        indices = [row.index for row in self._rows]
+        for row in self._rows:
+            row.index += 1
+        columns = self._columns
+        greedy = mx.argmax(logprobs, axis=-1)
+        if columns.all_greedy:
+            return greedy
+        seeds = [row.settings.seed for row in self._rows]
+        logits = columns.filter(logprobs)
+        if columns.any_xtc:
+            logits = columns.exclude_top_choices(logits, _keys(seeds, indices, purpose=1))
+        drawn = _draw(logits * columns.inverse_temperature, _keys(seeds, indices))
+        return mx.where(columns.greedy, greedy, drawn)
+
+
+def _keys(seeds: Sequence[int], indices: Sequence[int], purpose: int = 0) -> mx.array:
+    keys = [row_key(seed, index, purpose) for seed, index in zip(seeds, indices, strict=True)]
+    return mx.array(keys, dtype=mx.uint32)
+
+
+_draw = mx.vmap(lambda logits, key: mx.random.categorical(logits, key=key))
+_uniform = mx.vmap(lambda key: mx.random.uniform(key=key))
+
+
+class _Columns:
+    """The rows' settings as columns (rows, 1), built once per change of the batch."""
+
+    def __init__(self, rows: Sequence[SamplingSettings]) -> None:
+        self.all_greedy = all(row.temperature == 0 for row in rows)
+        self.any_xtc = any(row.xtc_probability > 0 for row in rows)
+        self._any_rank = any(row.top_k > 0 or row.top_p < 1 for row in rows)
+        self._any_min_p = any(row.min_p > 0 for row in rows)
+        if self.all_greedy:
+            return
+        self.greedy = mx.array([row.temperature == 0 for row in rows])
+        self.inverse_temperature = _column([1 / row.temperature if row.temperature else 1.0 for row in rows])
+        self._top_p = _column([row.top_p if row.top_p < 1 else math.inf for row in rows])
+        self._top_k = mx.array([[row.top_k] for row in rows])
+        self._min_p_gap = _column([math.log(row.min_p) if row.min_p > 0 else -math.inf for row in rows])
+        self._xtc_probability = _column([row.xtc_probability for row in rows])
+        self._xtc_threshold = _column([row.xtc_threshold for row in rows])
+
+    def filter(self, logprobs: mx.array) -> mx.array:
+        """Top-k, top-p and min-p as one threshold per row: what lies below it becomes -inf. The best token stays."""
+        threshold = None
+        if self._any_rank:
+            threshold = self._rank_threshold(logprobs)
+        if self._any_min_p:
+            floor = logprobs.max(axis=-1, keepdims=True) + self._min_p_gap
+            threshold = floor if threshold is None else mx.maximum(threshold, floor)
+        return logprobs if threshold is None else mx.where(logprobs < threshold, -mx.inf, logprobs)
+
+    def _rank_threshold(self, logprobs: mx.array) -> mx.array:
+        vocabulary = logprobs.shape[-1]
+        ordered = mx.sort(logprobs, axis=-1)[:, ::-1]
+        mass = mx.cumsum(mx.exp(ordered.astype(mx.float32)), axis=-1, inclusive=False)
+        # A token stays while the mass before it has not reached top_p: the first one always does.
+        kept_by_p = mx.maximum((mass < self._top_p).sum(axis=-1, keepdims=True), 1)
+        kept_by_k = mx.where(self._top_k > 0, mx.minimum(self._top_k, vocabulary), vocabulary)
+        return mx.take_along_axis(ordered, mx.minimum(kept_by_p, kept_by_k) - 1, axis=-1)
+
+    def exclude_top_choices(self, logits: mx.array, keys: mx.array) -> mx.array:
+        """XTC: with the row's probability, drop every token above the threshold except the least likely of them."""
+        probs = mx.softmax(logits, axis=-1)
+        above = probs > self._xtc_threshold
+        least = mx.where(above, probs, mx.inf).min(axis=-1, keepdims=True)
+        dropped = above & (probs > least) & (_uniform(keys)[:, None] < self._xtc_probability)
+        return mx.where(dropped, -mx.inf, logits)
+
+
+def _column(values: Sequence[float]) -> mx.array:
+    return mx.array(list(values), dtype=mx.float32)[:, None]
+
+
+class Penalties:
+    """Repetition, presence and frequency penalties of one row, as a logits processor.
+
+    Repetition divides positive and multiplies negative logits of every token of prompt and answer; presence and
+    frequency subtract for tokens of the answer only. Counts per token are kept on the device and grow by the newest
+    token at each call, so a step costs the same however long the sequence is. mlx-lm calls a processor with the
+    tokens so far, whose last is the newest; its first call still belongs to the prompt.
+    """
+
+    def __init__(self, settings: SamplingSettings, *, prompt: Sequence[int], answer: Sequence[int], vocab_size: int):
+        self._settings = settings
+        self._seen = _counts([*prompt, *answer], vocab_size)
+        self._answer = _counts(answer, vocab_size)
+        self._prompt_ends = not answer
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        newest = tokens[-1:]
+        self._seen = self._seen.at[newest].add(1)
+        if not self._prompt_ends:
+            self._answer = self._answer.at[newest].add(1)
+        self._prompt_ends = False
+        settings = self._settings
+        if settings.repetition_penalty != 1.0:
+            penalised = mx.where(logits > 0, logits / settings.repetition_penalty, logits * settings.repetition_penalty)
+            logits = mx.where(self._seen > 0, penalised, logits)
+        if settings.presence_penalty or settings.frequency_penalty:
+            present = (self._answer > 0).astype(logits.dtype)
+            counted = self._answer.astype(logits.dtype)
+            logits = logits - settings.presence_penalty * present - settings.frequency_penalty * counted
+        return logits
+
+
+def _counts(token_ids: Sequence[int], vocab_size: int) -> mx.array:
+    counts = mx.zeros(vocab_size, dtype=mx.int32)
+    return counts.at[mx.array(list(token_ids))].add(1) if token_ids else counts
+
+
+def bias_processor(bias: Mapping[int, float]) -> LogitsProcessor:
+    """Adds each bias to its token's logit."""
+    ids, values = mx.array(list(bias)), mx.array(list(bias.values()), dtype=mx.float32)
+
+    def add(_tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits.at[:, ids].add(values)
+
+    return add
+
+
+def processors(
+    settings: SamplingSettings,
+    bias: Mapping[int, float],
+    *,
+    prompt: Sequence[int],
+    answer: Sequence[int] = (),
+    vocab_size: int,
+) -> list[LogitsProcessor]:
+    """The processors one row needs, in order; none for a plain request.
+
+    `prompt` is without its last token and `answer` without its last: mlx-lm hands the next one over with the call.
+    """
+    chain: list[LogitsProcessor] = []
+    if settings.repetition_penalty != 1.0 or settings.presence_penalty or settings.frequency_penalty:
+        chain.append(Penalties(settings, prompt=prompt, answer=answer, vocab_size=vocab_size))
+    if bias:
+        chain.append(bias_processor(bias))
+    return chain
+
+
+def logprobs_of(logprobs: mx.array, token_id: int, count: int) -> tuple[float, list[tuple[int, float]]]:
+    """The log-probability of `token_id` and the `count` best (id, log-probability), from a row's (vocabulary,)."""
+    best = mx.argsort(-logprobs)[:count]
+    ids = [token_id, *cast("list[int]", best.tolist())]
+    values = cast("list[float]", logprobs[mx.array(ids)].tolist())
+    return values[0], list(zip(ids[1:], values[1:], strict=True))
