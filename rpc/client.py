@@ -39,6 +39,18 @@ class DaemonUnreachable(ClientError):
         self.reason = reason
 
 
+class NotRunning(DaemonUnreachable):
+    """Nothing listens at the path, so a daemon could be started there."""
+
+
+class ConnectionLost(DaemonUnreachable):
+    """A daemon did answer, and then the connection ended under a running request."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(path, reason)
+        self.args = (f"lost the daemon at {path}: {reason}",)
+
+
 class RpcError(ClientError):
     """The daemon's answer is an error. `data` has at least `kind` for the daemon's own codes."""
 
@@ -203,7 +215,7 @@ class Client:
     def _receive(self) -> None:
         chunk = self._socket.recv(_CHUNK_BYTES)
         if not chunk:
-            raise DaemonUnreachable(self._path, "it closed the connection")
+            raise ConnectionLost(self._path, "it closed the connection")
         self._received += chunk
 
     def _take_notification(self, method: str, params: Any) -> None:
@@ -226,8 +238,8 @@ class Client:
             del self._calls[call.id]
             self._tokens = {token: owner for token, owner in self._tokens.items() if owner is not call}
 
-    def _lost(self, error: OSError) -> DaemonUnreachable:
-        return DaemonUnreachable(self._path, f"the connection broke ({error.strerror or error})")
+    def _lost(self, error: OSError) -> ConnectionLost:
+        return ConnectionLost(self._path, f"the connection broke ({error.strerror or error})")
 
 
 def connect_socket(path: str) -> socket.socket:
@@ -237,12 +249,12 @@ def connect_socket(path: str) -> socket.socket:
             return _connect_once(path)
         except OSError as error:
             if error.errno not in _BUSY:
-                raise DaemonUnreachable(path, _why(error)) from error
+                raise _unreachable(path, error) from error
         time.sleep(delay_s)
     try:
         return _connect_once(path)
     except OSError as error:
-        raise DaemonUnreachable(path, _why(error)) from error
+        raise _unreachable(path, error) from error
 
 
 def _connect_once(path: str) -> socket.socket:
@@ -257,14 +269,14 @@ def _connect_once(path: str) -> socket.socket:
     return connected
 
 
-def _why(error: OSError) -> str:
+def _unreachable(path: str, error: OSError) -> DaemonUnreachable:
     if error.errno == errno.ENOENT:
-        return "there is no socket"
+        return NotRunning(path, "there is no socket")
     if error.errno == errno.ECONNREFUSED:
-        return "nobody listens on that socket"
+        return NotRunning(path, "nobody listens on that socket")
     if error.errno == errno.EAGAIN:
-        return "it has more connections waiting than it takes"
-    return error.strerror or str(error)  # "AF_UNIX path too long" has no errno
+        return DaemonUnreachable(path, "it has more connections waiting than it takes")
+    return DaemonUnreachable(path, error.strerror or str(error))  # "AF_UNIX path too long" has no errno
 
 
 def _frame(method: str, params: Params | None, request_id: int | None = None) -> bytes:
