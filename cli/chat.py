@@ -1,0 +1,164 @@
+"""`omlxctl chat`: a conversation, kept here and sent whole with every message.
+
+Owns the messages. At a terminal lines are edited with readline, Ctrl-C ends the answer and not the session; from a pipe
+each line is one message. Main thread only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+
+from omlxd.cli.console import Console
+from omlxd.cli.context import Context
+from omlxd.cli.errors import DONE, Interrupted, UsageError
+from omlxd.cli.generation import (
+    add_generation_flags,
+    checked,
+    decode,
+    default_model,
+    generation_params,
+    list_models,
+    model_argument,
+    show_end,
+)
+from omlxd.cli.parser import Parser
+from omlxd.cli.run import Shown
+from omlxd.cli.work import perform
+from omlxd.rpc.client import Client, RpcError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+_PROMPT = ">>> "
+_HELP = """\
+/reset   forget the conversation
+/help    show this
+/quit    leave; so does Ctrl-D
+Ctrl-C   end the answer, keep the conversation
+"""
+
+
+class Chat:
+    """A conversation with one model."""
+
+    def arguments(self, parser: Parser) -> None:
+        parser.add_argument("model", nargs="?", metavar="MODEL", help="default: as for `omlxctl run`")
+        parser.add_argument("--system", metavar="TEXT", help="a system message that stays through /reset")
+        add_generation_flags(parser)
+
+    def run(self, context: Context, given: argparse.Namespace) -> int:
+        console = context.console
+        with context.connect_to_work() as client:
+            if given.model is None:
+                model = default_model(context, list_models(client))
+            else:
+                model = model_argument(checked(given.model, "MODEL"))
+            system = None if given.system is None else checked(given.system, "--system")
+            talk = Conversation(client, console, {"model": model, **generation_params(given)}, system=system)
+            talk.verbose = given.verbose
+            interactive = os.isatty(0) and console.out_is_terminal and not console.json
+            lines = _typed_lines(console) if interactive else _piped_lines()
+            if interactive:
+                console.note(f"{model}; /help lists the commands")
+            for line in lines:
+                if not _obey(talk, line, console, interactive=interactive):
+                    break
+        if console.json:
+            console.document({"model": model, "messages": talk.messages})
+        return DONE
+
+
+class Conversation:
+    """The messages so far. One that failed is taken back, so that the next can be sent."""
+
+    def __init__(self, client: Client, console: Console, params: dict[str, Any], *, system: str | None) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.verbose = False
+        self._client = client
+        self._console = console
+        self._params = params
+        self._system = system
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything but the system message."""
+        self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+
+    def say(self, text: str) -> None:
+        """Sends `text` and shows the answer. Raises RpcError, DaemonUnreachable, Interrupted."""
+        asked = [*self.messages, {"role": "user", "content": text}]
+        show = None if self._console.json else Shown(self._console)
+        try:
+            result = perform(
+                self._client, "generate.chat", {**self._params, "messages": asked}, self._console, show=show
+            )
+        except Interrupted as interrupted:
+            self._keep(asked, _partial_text(interrupted.data))
+            raise
+        self._keep(asked, result["text"])
+        if show is not None:
+            self._console.end_line()
+            show_end(self._console, result, verbose=self.verbose)
+
+    def _keep(self, asked: list[dict[str, Any]], text: str) -> None:
+        if text:  # templates want the roles in turns, so a question without an answer is not kept
+            self.messages = [*asked, {"role": "assistant", "content": text}]
+
+
+def _obey(talk: Conversation, line: str, console: Console, *, interactive: bool) -> bool:
+    """Does what one line says. False when it was the last one."""
+    word = line.strip()
+    if word in ("/quit", "/exit"):
+        return False
+    if word == "/reset":
+        talk.reset()
+        console.note("the conversation is forgotten")
+    elif word == "/help":
+        console.aside(_HELP)
+    elif word.startswith("/") and word[1:].isalpha():
+        if not interactive:
+            raise UsageError(f"no command {word}; /help lists them")
+        console.error(f"no command {word}; /help lists them")
+    elif word:
+        _say(talk, line, console, interactive=interactive)
+    return True
+
+
+def _say(talk: Conversation, line: str, console: Console, *, interactive: bool) -> None:
+    """One exchange. At a terminal neither a refusal nor Ctrl-C ends the session."""
+    try:
+        talk.say(line)
+    except (RpcError, Interrupted) as error:
+        if not interactive:
+            raise
+        console.end_line()
+        if isinstance(error, RpcError):
+            console.error(error.message)
+
+
+def _partial_text(data: Any) -> str:
+    partial = data.get("partial") if isinstance(data, dict) else None
+    return str(partial["text"]) if partial else ""
+
+
+def _typed_lines(console: Console) -> Iterator[str]:
+    """What is typed, with editing and a history that ends with the session. Ctrl-C clears the line, Ctrl-D ends."""
+    import readline  # noqa: F401  # input() edits lines once it is loaded
+
+    while True:
+        try:
+            yield input(_PROMPT)
+        except KeyboardInterrupt:
+            console.aside("\n")
+        except EOFError:
+            console.aside("\n")
+            return
+
+
+def _piped_lines() -> Iterator[str]:
+    with open(0, "rb", closefd=False) as stdin:
+        for line in stdin:
+            yield decode(line, "the message").rstrip("\r\n")

@@ -1,0 +1,74 @@
+"""The command line's grammar: argparse with this program's manners.
+
+Owns the flags that every command has. Errors are raised, not printed, so that --json can say them; help is raised too
+and written by the console, which knows about closed pipes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+
+from omlxd.cli.errors import UsageError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+
+class HelpRequested(Exception):
+    """-h was given; `text` is what to show."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+
+class _Help(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *ignored: object) -> None:
+        raise HelpRequested(parser.format_help())
+
+
+class Parser(argparse.ArgumentParser):
+    """One command's parser. Remembers its arguments in `declared`, for the completion scripts."""
+
+    def __init__(self, command: str, summary: str, epilog: str | None = None) -> None:
+        self.declared: list[argparse.Action] = []
+        super().__init__(
+            prog=f"omlxctl {command}",
+            description=summary,
+            epilog=epilog,
+            add_help=False,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        action = super().add_argument(*names, **options)
+        self.declared.append(action)
+        return action
+
+    def add_global_flags(self) -> None:
+        """The flags of every command; --socket is None when absent, the others are False."""
+        self.add_argument("--json", action="store_true", help="one JSON document on standard output, nothing else")
+        self.add_argument("--socket", metavar="PATH", help="the daemon's socket (default: what `omlxctl socket` says)")
+        self.add_argument("-q", "--quiet", action="store_true", help="results and errors only")
+        self.add_argument("--no-start", action="store_true", help="do not start a daemon when none answers")
+        self.add_argument("--version", action="store_true", help="print the version of omlxctl and stop")
+        self.add_argument("-h", "--help", action=_Help, nargs=0, help="show this help and stop")
+
+    def read(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Parses options and positional words in any order. Raises UsageError, HelpRequested."""
+        return self.parse_intermixed_args(list(arguments))
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; `{self.prog} --help` shows what it takes")
+
+
+def finite(text: str) -> float:
+    """An argparse type: a number that JSON can carry. Raises ValueError for NaN and infinities too."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value

@@ -1,0 +1,57 @@
+"""`omlxctl rpc METHOD [JSON]`: any method, with the parameters as they are written. Main thread only."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from omlxd.cli.context import Context
+from omlxd.cli.errors import CANCELLED_CODE, DONE, Interrupted, UsageError
+from omlxd.cli.generation import checked, read_stdin
+from omlxd.cli.interrupt import CancelOnInterrupt
+from omlxd.cli.parser import Parser
+from omlxd.rpc.client import RpcError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+
+class Rpc:
+    """Prints the result; notifications that come before it go to standard error, one JSON text per line."""
+
+    def arguments(self, parser: Parser) -> None:
+        parser.add_argument("method", metavar="METHOD", help="a name of `omlxctl rpc rpc.discover`")
+        parser.add_argument("params", metavar="JSON|-", nargs="?", help="its parameters; - reads them from stdin")
+
+    def run(self, context: Context, given: argparse.Namespace) -> int:
+        console = context.console
+        params = None if given.params is None else _params(given.params)
+        noted = lambda *message: console.note(json.dumps(message))  # noqa: E731
+        with context.connect_or_start(on_notification=noted) as client:
+            call = client.start(checked(given.method, "METHOD"), params)
+            with CancelOnInterrupt(call) as interrupt:
+                try:
+                    for value in call:
+                        console.note(json.dumps(value))
+                    result = call.result()
+                except RpcError as error:
+                    if interrupt.pressed and error.code == CANCELLED_CODE:
+                        raise Interrupted(error.data) from error
+                    raise
+        if console.json:
+            console.document(result)
+        else:
+            console.line(json.dumps(result, indent=2, ensure_ascii=False))
+        return DONE
+
+
+def _params(text: str) -> Any:
+    text = read_stdin("JSON") if text == "-" else checked(text, "JSON")
+    try:
+        params = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"the parameters are not JSON: {error}") from error
+    if not isinstance(params, dict | list):
+        raise UsageError('the parameters are a JSON object or array, such as \'{"model": "demo"}\'')
+    return params
