@@ -1,0 +1,224 @@
+"""What goes out: the results and notifications of PROTOCOL.md as msgspec structs, made from the engine's values.
+
+Stateless. Imports neither anyio nor jsonrpcserver, so that a client may use these types. Fields that PROTOCOL.md marks
+with a question mark are left out when there is nothing to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from omlxd.engine.api import (
+    Channel,
+    DaemonInfo,
+    DaemonStatus,
+    Delta,
+    FinishReason,
+    GenerationResult,
+    ModelEntry,
+    ModelState,
+    Phase,
+    Progress,
+    RequestInfo,
+    Timings,
+    TokenLogprob,
+    Unloaded,
+    Usage,
+)
+
+encode: Final = msgspec.json.Encoder().encode
+
+
+class ModelLine(Struct, kw_only=True, omit_defaults=True):
+    """One entry of `models.list`."""
+
+    name: str
+    path: str
+    kind: str
+    state: ModelState
+    size_bytes: int
+    pinned: bool
+    ttl_s: float | None
+    loaded_at: float | None
+    last_used: float | None
+    requests: int
+    error: str | None = None
+    note: str | None = None
+
+
+class UnloadedLine(ModelLine, kw_only=True, omit_defaults=True):
+    """The entry of an unloaded model, and what unloading gave back."""
+
+    freed_bytes: int
+
+
+class Status(Struct, kw_only=True):
+    """`daemon.status`."""
+
+    info: DaemonInfo
+    models: list[ModelLine]
+    requests: Sequence[RequestInfo]
+    counts: Mapping[str, int]
+    memory: Mapping[str, Any]
+    cache: Mapping[str, Any]
+
+
+class TopLogprob(Struct):
+    """One of the likeliest tokens at a position."""
+
+    token_id: int
+    text: str
+    logprob: float
+
+
+class LogprobEntry(Struct):
+    """One generated token and the likeliest ones in its place."""
+
+    token_id: int
+    text: str
+    logprob: float
+    top: list[TopLogprob]
+
+
+class Generated(Struct, kw_only=True):
+    """The generation result; also `partial` of a cancelled one."""
+
+    model: str
+    text: str
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+    seed: int
+    reasoning: str | UnsetType = UNSET
+    tool_calls: Sequence[Mapping[str, Any]] | UnsetType = UNSET
+    token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    logprobs: list[LogprobEntry] | UnsetType = UNSET
+
+
+class DeltaValue(Struct, tag_field="kind", tag="delta"):
+    """What a `$/progress` of a streamed answer carries; `seq` counts from 0 without gaps."""
+
+    seq: int
+    text: str
+    channel: Channel
+    token_ids: Sequence[int] | UnsetType = UNSET
+    logprobs: list[LogprobEntry] | UnsetType = UNSET
+
+
+class ProgressValue(Struct, tag_field="kind", tag="progress"):
+    """What a `$/progress` of a request that takes time carries."""
+
+    phase: Phase
+    done: int
+    total: int
+    detail: str | UnsetType = UNSET
+
+
+class Tokens(Struct):
+    """`tokenize`."""
+
+    tokens: Sequence[int]
+    count: int
+
+
+class Detokenized(Struct):
+    """`detokenize`."""
+
+    text: str
+
+
+class ServerInfo(Struct):
+    """Who answers, in LSP's words."""
+
+    name: str
+    version: str
+
+
+class Initialized(Struct):
+    """What an LSP server without capabilities answers to `initialize`."""
+
+    capabilities: dict[str, Any]
+    serverInfo: ServerInfo
+
+
+class Extras(Struct, frozen=True):
+    """What the client asked for beyond the text."""
+
+    token_ids: bool = False
+    logprobs: bool = False
+
+
+def model_line(entry: ModelEntry) -> ModelLine:
+    return msgspec.convert(entry, ModelLine, from_attributes=True)
+
+
+def unloaded_line(unloaded: Unloaded) -> UnloadedLine:
+    line = msgspec.structs.asdict(model_line(unloaded.entry))
+    return UnloadedLine(**line, freed_bytes=unloaded.freed_bytes)
+
+
+def status(reading: DaemonStatus) -> Status:
+    return Status(
+        info=reading.info,
+        models=[model_line(entry) for entry in reading.models],
+        requests=reading.requests,
+        counts=reading.counts,
+        memory=reading.memory,
+        cache=reading.cache,
+    )
+
+
+def generated(result: GenerationResult, extras: Extras) -> Generated:
+    return Generated(
+        model=result.model,
+        text=result.text,
+        finish_reason=result.finish_reason,
+        usage=result.usage,
+        timings=result.timings,
+        seed=result.seed,
+        reasoning=UNSET if result.reasoning is None else result.reasoning,
+        tool_calls=UNSET if result.tool_calls is None else result.tool_calls,
+        token_ids=result.token_ids if extras.token_ids else UNSET,
+        prompt_token_ids=result.prompt_token_ids if extras.token_ids else UNSET,
+        logprobs=_logprobs(result.logprobs or ()) if extras.logprobs else UNSET,
+    )
+
+
+def delta_value(delta: Delta, seq: int, extras: Extras) -> DeltaValue | None:
+    """None where nothing of the delta was asked for: ids without text, for a client that wants text."""
+    ids = delta.token_ids if extras.token_ids else UNSET
+    logprobs = _logprobs(delta.logprobs) if extras.logprobs else UNSET
+    if not delta.text and not ids and not logprobs:
+        return None
+    return DeltaValue(seq, delta.text, delta.channel, ids, logprobs)
+
+
+def progress_value(progress: Progress) -> ProgressValue:
+    detail = UNSET if progress.detail is None else progress.detail
+    return ProgressValue(progress.phase, progress.done, progress.total, detail)
+
+
+def notification_head(token: bytes) -> bytes:
+    """The part of a `$/progress` that is the same for every value of one token; `notification` adds the rest."""
+    return b'{"jsonrpc":"2.0","method":"$/progress","params":{"token":%b,"value":' % token
+
+
+def notification(head: bytes, value: DeltaValue | ProgressValue) -> bytes:
+    return b"%b%b}}" % (head, encode(value))
+
+
+def _logprobs(entries: Sequence[TokenLogprob]) -> list[LogprobEntry]:
+    return [
+        LogprobEntry(
+            entry.token_id,
+            entry.text,
+            entry.logprob,
+            [TopLogprob(other.token_id, other.text, other.logprob) for other in entry.top],
+        )
+        for entry in entries
+    ]
