@@ -28,7 +28,7 @@ class SocketInUse(Exception):
 
 
 class Listener:
-    """A listening, non-blocking Unix socket, mode 0600, at `path`; closing it removes the file if that is still ours."""
+    """A listening, non-blocking Unix socket, mode 0600, at `path`; closing it removes the file if it is still ours."""
 
     def __init__(self, path: str, sock: socket.socket) -> None:
         self.path = path
@@ -37,11 +37,10 @@ class Listener:
 
     def close(self) -> None:
         """Idempotent. To be called with the lock still held: the next owner publishes right after."""
-        if self.socket.fileno() < 0:
-            return
         if self._identity is not None and _identity(self.path) == self._identity:
             os.unlink(self.path)
-        self.socket.close()
+        self._identity = None
+        self.socket.close()  # the event loop may have done so before
 
     def __enter__(self) -> Listener:
         return self
@@ -53,8 +52,8 @@ class Listener:
 def make_private(directory: str) -> None:
     """Makes `directory` with mode 0700, or checks that it is a real one, this user's and closed to others.
 
-    An empty one, or one with a daemon's files, is closed; any other that is open to others is not ours to change. Raises
-    UnsafePlace, or OSError where it cannot be made.
+    An empty one, or one with a daemon's files, is closed; any other that is open to others is not ours to change.
+    Raises UnsafePlace, or OSError where it cannot be made.
     """
     _make_directories(directory)
     state = os.lstat(directory)

@@ -1,0 +1,102 @@
+"""The daemon's life on the event loop: serve, hear that it should end, drain, close.
+
+Owns the order of ending and its deadlines. Called once by `daemon.main` with a socket that is already listening; runs
+on the main thread. What a model is, it does not know: the service does the work, the server the wire.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable
+from typing import Protocol
+
+import anyio
+from anyio.abc import TaskStatus
+
+from omlxd.daemon.listener import Listener
+from omlxd.daemon.settings import Settings
+from omlxd.engine.api import Backend
+from omlxd.rpc.connection import RpcLimits
+from omlxd.rpc.server import Server
+
+CLOSE_S = 5.0  # for ending what is left after the grace, threads included
+FLUSH_S = 1.0  # for answers that are written and not yet read
+
+_log = logging.getLogger(__name__)
+
+OnShutdown = Callable[[float | None], None]
+
+
+class Service(Backend, Protocol):
+    """The backend with a beginning and an end. Both are called on the event loop."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None:
+        """Ends every request that is left with ShuttingDown, and every thread; bounded in time."""
+        ...
+
+
+class _End:
+    """When the daemon should end. A request for the end may only bring it nearer."""
+
+    def __init__(self, default_grace_s: float) -> None:
+        self._default_grace_s = default_grace_s
+        self.wanted = anyio.Event()
+        self.grace = anyio.CancelScope()  # cancelled when the grace is over
+
+    def ask(self, grace_s: float | None) -> None:
+        grace_s = self._default_grace_s if grace_s is None else grace_s
+        self.grace.deadline = min(self.grace.deadline, anyio.current_time() + grace_s)
+        if not self.wanted.is_set():
+            _log.info("stopping; live requests have %g s to end", grace_s)
+        self.wanted.set()
+
+
+async def run(listener: Listener, settings: Settings, build: Callable[[OnShutdown], Service]) -> None:
+    """Serves on `listener` until a signal or `daemon.shutdown`, then ends what runs. `build` makes the service.
+
+    While it drains, the service refuses new work; a second signal ends the grace at once.
+    """
+    end = _End(settings.daemon.grace_s)
+    service = build(end.ask)
+    server = Server(service, RpcLimits(settings.rpc.max_frame_bytes, settings.rpc.max_in_flight))
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(_obey_signals, service, end)
+        tasks.start_soon(server.serve, listener.socket)
+        await service.start()
+        _log.info("ready at %s", listener.path)
+        await end.wanted.wait()
+        await _end(server, service, end)
+        tasks.cancel_scope.cancel()
+    _log.info("stopped")
+
+
+async def _end(server: Server, service: Service, end: _End) -> None:
+    with end.grace:
+        await server.drain()
+    if end.grace.cancelled_caught:
+        _log.warning("the grace is over; ending the requests that still run")
+    with anyio.move_on_after(CLOSE_S) as closing:
+        await service.close()
+    if closing.cancelled_caught:
+        _log.error("the service did not close within %g s; leaving it", CLOSE_S)
+    with anyio.move_on_after(FLUSH_S):
+        await server.drain()
+
+
+async def _obey_signals(
+    service: Service, end: _End, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
+) -> None:
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+        task_status.started()
+        async for number in signals:
+            if number == signal.SIGHUP:
+                _log.info("SIGHUP: the settings are read at start only; restart the daemon to apply them")
+            elif end.wanted.is_set():
+                _log.info("%s again: not waiting any longer", number.name)
+                end.ask(0.0)
+            else:
+                _log.info("%s", number.name)
+                service.request_shutdown(None)
