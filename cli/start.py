@@ -18,7 +18,7 @@ from omlxd.daemon.paths import Paths
 from omlxd.rpc.client import Client, DaemonUnreachable
 
 # -P keeps the current directory out of sys.path: a random.py lying there is not to be run by the daemon.
-DAEMON = (sys.executable, "-P", "-m", "omlxd.daemon")
+DAEMON = (sys.executable, "-P", "-m", "omlxd.daemon", "--quiet")
 _WAIT_S = 10.0
 _GRACE_S = 0.5  # after ours has ended, for another one that has not written its pid yet
 _POLL_S = 0.02
