@@ -161,3 +161,12 @@ def test_the_default_file_shows_every_key_with_its_default(tmp_path: Path):
     assert [(r.key, r.value) for r in shown if r.key not in unset] == [
         (r.key, r.value) for r in defaults if r.key not in unset
     ]
+
+
+def test_the_page_on_settings_has_a_row_for_every_key_with_its_default(tmp_path: Path):
+    page = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
+    rows = re.findall(r"^\| `([a-z_.]+)` \| (?:`(.+?)`|unset) \|", page, flags=re.MULTILINE)
+    defaults = readings(str(tmp_path / "none"), {})
+    assert [key for key, _ in rows] == [r.key for r in defaults]
+    path = write(tmp_path, "".join(f"{key} = {default}\n" for key, default in rows if default))
+    assert [(r.key, r.value) for r in readings(path, {})] == [(r.key, r.value) for r in defaults]
