@@ -1,0 +1,217 @@
+"""The hot tier: one byte budget for the blocks and checkpoints of all models, and who has to go when it is full.
+
+One lock, `HotTier.lock`, guards the tier's numbers and every prefix tree whose entries it counts. Whoever walks or
+changes a tree holds it: each model's engine thread (through its PrefixCache) for its own tree, and any thread that
+makes room (an engine that publishes, the enforcer that shrinks), because the least recently used entry may belong to
+another model. So eviction is a plain, immediate act that needs no other thread's help, and a deadlock is impossible:
+no other lock of this room is ever held at the same time. Only dicts and integers are touched under it, never MLX;
+evicted arrays are handed out and dropped after it, by whichever thread evicted them. That is safe: dropping computes
+nothing, and a block that is just being published is kept alive by its own thread until it is evaluated.
+
+Methods named `*_locked` expect the caller to hold the lock; the others take it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from dataclasses import dataclass
+from typing import Protocol
+
+from omlxd.cache.errors import CacheInvariantError
+
+
+class Entry(Protocol):
+    """Something in memory that a tree holds: a block or a checkpoint. Its tree and the tier change it, nobody else."""
+
+    nbytes: int
+    pins: int
+    last_use: int
+    alive: bool
+
+    @property
+    def is_leaf(self) -> bool:
+        """Nothing stored depends on it, so it may go."""
+        ...
+
+    def unlink(self) -> Entry | None:
+        """Leaves its tree; returns what it hung on, if that is an entry too."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """Bytes of the tier. `pinned` and `cached` (evictable, now or when what hangs on it has gone) make up `used`."""
+
+    budget_bytes: int
+    pinned_bytes: int
+    cached_bytes: int
+    entries: int
+    evicted: int
+    evicted_bytes: int
+    refused: int
+
+    @property
+    def used_bytes(self) -> int:
+        return self.pinned_bytes + self.cached_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Negative after a shrink below what live requests have pinned, until they release it."""
+        return self.budget_bytes - self.used_bytes
+
+
+class HotTier:
+    """Owns the budget; counts entries, never looks into them."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        """`budget_bytes` may be zero: then nothing is kept."""
+        self.lock = threading.Lock()
+        self._budget = budget_bytes
+        self._entries: set[Entry] = set()
+        self._used = self._pinned = 0
+        self._clock = 0
+        self._evicted = self._evicted_bytes = self._refused = 0
+        # (last use, tie-breaker, entry); an item is stale when its entry was used again, is pinned, grew or is gone.
+        self._oldest: list[tuple[int, int, Entry]] = []
+        self._pushed = 0
+
+    # -- under the caller's lock --------------------------------------------------------------------------------------
+
+    @property
+    def budget_locked(self) -> int:
+        return self._budget
+
+    def make_room_locked(self, nbytes: int) -> tuple[bool, list[Entry]]:
+        """Evicts until `nbytes` more fit. Returns whether they do, and what went: drop it after the lock."""
+        gone: list[Entry] = []
+        while self._used + nbytes > self._budget:
+            victim = self._pop_oldest()
+            if victim is None:
+                self._refused += nbytes > 0
+                return False, gone
+            self._evict(victim)
+            gone.append(victim)
+        return True, gone
+
+    def add_locked(self, entry: Entry) -> None:
+        self._entries.add(entry)
+        self._used += entry.nbytes
+        self._pinned += entry.nbytes if entry.pins else 0
+        self.touch_locked(entry)
+
+    def remove_locked(self, entry: Entry) -> None:
+        """Takes an entry out, used or not, and whatever its pins; its holders keep their arrays."""
+        if not entry.alive:
+            return
+        entry.alive = False
+        self._entries.remove(entry)
+        self._used -= entry.nbytes
+        self._pinned -= entry.nbytes if entry.pins else 0
+        above = entry.unlink()
+        if above is not None:
+            self._enlist(above)
+
+    def resize_locked(self, entry: Entry, nbytes: int) -> None:
+        """The entry's arrays were replaced by others."""
+        self._used += nbytes - entry.nbytes
+        self._pinned += nbytes - entry.nbytes if entry.pins else 0
+        entry.nbytes = nbytes
+
+    def touch_locked(self, entry: Entry) -> None:
+        self._clock += 1
+        entry.last_use = self._clock
+        self._enlist(entry)
+
+    def pin_locked(self, entry: Entry) -> None:
+        self._pinned += entry.nbytes if entry.alive and not entry.pins else 0
+        entry.pins += 1
+
+    def unpin_locked(self, entry: Entry) -> None:
+        if entry.pins < 1:
+            raise CacheInvariantError("an entry was released more often than it was pinned")
+        entry.pins -= 1
+        if entry.alive and not entry.pins:
+            self._pinned -= entry.nbytes
+            self._enlist(entry)
+
+    def _enlist(self, entry: Entry) -> None:
+        if not (entry.alive and not entry.pins and entry.is_leaf):
+            return
+        if len(self._oldest) > 4 * len(self._entries) + 64:  # mostly stale: start again from what is there
+            current = [e for e in self._entries if not e.pins and e.is_leaf]
+            self._oldest = [(e.last_use, self._pushed + n, e) for n, e in enumerate(current)]
+            self._pushed += len(current)
+            heapq.heapify(self._oldest)
+        self._pushed += 1
+        heapq.heappush(self._oldest, (entry.last_use, self._pushed, entry))
+
+    def _pop_oldest(self) -> Entry | None:
+        while self._oldest:
+            last_use, _, entry = heapq.heappop(self._oldest)
+            if entry.alive and not entry.pins and entry.is_leaf and entry.last_use == last_use:
+                return entry
+        return None
+
+    def _evict(self, entry: Entry) -> None:
+        self._evicted += 1
+        self._evicted_bytes += entry.nbytes
+        self.remove_locked(entry)
+
+    # -- on their own, from any thread --------------------------------------------------------------------------------
+
+    def resize(self, budget_bytes: int) -> int:
+        """Sets the budget and evicts down to it. Returns the bytes freed; what live requests have pinned stays."""
+        with self.lock:
+            before = self._used
+            self._budget = budget_bytes
+            _, gone = self.make_room_locked(0)
+            freed = before - self._used
+        del gone
+        return freed
+
+    def shrink(self, nbytes: int) -> int:
+        """Evicts about `nbytes`, least recently used first, without lowering the budget. Returns the bytes freed."""
+        gone: list[Entry] = []
+        freed = 0
+        with self.lock:
+            while freed < nbytes and (victim := self._pop_oldest()) is not None:
+                freed += victim.nbytes
+                self._evict(victim)
+                gone.append(victim)
+        del gone
+        return freed
+
+    def stats(self) -> TierStats:
+        with self.lock:
+            return TierStats(
+                budget_bytes=self._budget,
+                pinned_bytes=self._pinned,
+                cached_bytes=self._used - self._pinned,
+                entries=len(self._entries),
+                evicted=self._evicted,
+                evicted_bytes=self._evicted_bytes,
+                refused=self._refused,
+            )
+
+    def check(self) -> None:
+        """Raises CacheInvariantError unless the numbers are those of the entries."""
+        with self.lock:
+            used = sum(entry.nbytes for entry in self._entries)
+            pinned = sum(entry.nbytes for entry in self._entries if entry.pins)
+            listed = {id(e) for use, _, e in self._oldest if e.last_use == use}
+            lost = [e for e in self._entries if not e.pins and e.is_leaf and id(e) not in listed]
+            if (used, pinned) != (self._used, self._pinned):
+                raise CacheInvariantError(
+                    f"entries hold {used} ({pinned} pinned), counted {self._used}, {self._pinned}"
+                )
+            if not all(entry.alive for entry in self._entries):
+                raise CacheInvariantError("an entry that has left its tree is still counted")
+            if lost:
+                raise CacheInvariantError(f"{len(lost)} evictable entries can never be found again")
+            if self._used > self._budget and self._used > self._pinned + self._blocked():
+                raise CacheInvariantError(f"{self._used} bytes are held, {self._budget} is the limit")
+
+    def _blocked(self) -> int:
+        """Bytes that cannot go now: unpinned, but something pinned hangs on them."""
+        return sum(entry.nbytes for entry in self._entries if not entry.pins and not entry.is_leaf)

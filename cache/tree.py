@@ -1,0 +1,274 @@
+"""The prefix tree: which blocks and checkpoints are stored, by chain key, and how far they answer for a prompt.
+
+Owns the nodes of one model's cache. It has no lock of its own: whoever calls it holds the hot tier's, see hot.py. Knows
+keys, token bytes and pieces' shapes; computes with no arrays. A node's children continue it; a partial block (fewer
+tokens than the block size) is never continued, and goes when a longer block that starts with it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from omlxd.cache.errors import CacheInvariantError
+from omlxd.cache.hot import Entry, HotTier
+from omlxd.cache.keys import BlockSpec, MediaSpan, shared
+from omlxd.cache.layouts import Needs, State
+from omlxd.cache.pieces import Piece, conflict
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A stored block. `pieces` has one for each sliceable leaf; `parent` is None for a prompt's first."""
+
+    spec: BlockSpec
+    parent: Block | None
+    siblings: dict[bytes, Block]
+    pieces: Sequence[Piece]
+    nbytes: int
+    children: dict[bytes, Block] = field(default_factory=dict)
+    checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
+    pins: int = 0
+    last_use: int = 0
+    alive: bool = True
+
+    @property
+    def is_leaf(self) -> bool:
+        return not self.children and not self.checkpoints
+
+    def unlink(self) -> Entry | None:
+        del self.siblings[self.spec.key]
+        return self.parent
+
+    def gaps(self) -> Iterator[tuple[int, range]]:
+        """The leaves that lack some of the block's tokens, and which, as positions in the sequence."""
+        for index, piece in enumerate(self.pieces):
+            if piece.gap:
+                yield index, range(self.spec.start + piece.gap.start, self.spec.start + piece.gap.stop)
+
+
+@dataclass(slots=True, eq=False)
+class Checkpoint:
+    """The recurrent leaves' state after exactly `position` tokens, the last of which are in `block`."""
+
+    block: Block
+    position: int
+    states: Sequence[State]
+    nbytes: int
+    pins: int = 0
+    last_use: int = 0
+    alive: bool = True
+
+    @property
+    def is_leaf(self) -> bool:
+        return True
+
+    def unlink(self) -> Entry | None:
+        del self.block.checkpoints[self.position]
+        return self.block
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What is stored for a prompt: `blocks` cover its first `position` tokens, `checkpoint` stands at that position."""
+
+    blocks: tuple[Block, ...] = ()
+    position: int = 0
+    checkpoint: Checkpoint | None = None
+
+
+class PrefixTree:
+    """One model's blocks. `needs` says what the model's sliceable leaves need at a position."""
+
+    def __init__(
+        self, tier: HotTier, block_size: int, *, needs: Callable[[int], Sequence[Needs]], recurrent: bool
+    ) -> None:
+        self._tier = tier
+        self._block_size = block_size
+        self._needs = needs
+        self._recurrent = recurrent
+        self._first: dict[bytes, Block] = {}
+
+    # -- matching -----------------------------------------------------------------------------------------------------
+
+    def path(self, specs: Sequence[BlockSpec]) -> list[Block]:
+        """The stored blocks whose keys are the prompt's, from its first token on."""
+        found: list[Block] = []
+        siblings = self._first
+        for spec in specs:
+            block = siblings.get(spec.key)
+            if block is None:
+                break
+            found.append(block)
+            siblings = block.children
+        return found
+
+    def match(self, specs: Sequence[BlockSpec], media: Sequence[MediaSpan], limit: int) -> Match:
+        """The longest usable prefix of at most `limit` tokens. Touches what it returns."""
+        path = self.path(specs)
+        best = self._match_checkpoint(specs, media, path, limit) if self._recurrent else Match()
+        if not self._recurrent:
+            for block, run in [(None, 0), *self._runs(specs, path)]:
+                blocks = [*path, block] if block else path
+                stop = block.spec.start + run if block else (path[-1].spec.stop if path else 0)
+                position = self._usable(blocks, media, min(stop, limit))
+                if position > best.position:
+                    best = Match(tuple(b for b in blocks if b.spec.start < position), position)
+        for entry in best.blocks:
+            self._tier.touch_locked(entry)
+        if best.checkpoint:
+            self._tier.touch_locked(best.checkpoint)
+        return best
+
+    def reach(self, specs: Sequence[BlockSpec]) -> tuple[int, Block | None]:
+        """How many of the prompt's tokens are stored at all, usable or not, and the block in which they end."""
+        path = self.path(specs)
+        block, run = max(self._runs(specs, path), key=lambda found: found[1], default=(None, 0))
+        if block is None:
+            return (path[-1].spec.stop, path[-1]) if path else (0, None)
+        return block.spec.start + run, block
+
+    def _runs(self, specs: Sequence[BlockSpec], path: Sequence[Block]) -> Iterator[tuple[Block, int]]:
+        """The blocks that follow `path` and share some tokens with the prompt, and how many."""
+        if len(path) == len(specs):
+            return
+        spec = specs[len(path)]
+        for block in self._children(path).values():
+            run = shared(block.spec, spec.tokens, spec.spans)
+            if run:
+                yield block, run
+
+    def _children(self, path: Sequence[Block]) -> dict[bytes, Block]:
+        return path[-1].children if path else self._first
+
+    def _match_checkpoint(
+        self, specs: Sequence[BlockSpec], media: Sequence[MediaSpan], path: list[Block], limit: int
+    ) -> Match:
+        """From the deepest level up: the last checkpoint that lies in a block's run shared with the prompt."""
+        for depth in range(min(len(path), len(specs) - 1), -1, -1):
+            found = [
+                (position, block, checkpoint)
+                for block, run in self._runs(specs, path[:depth])
+                for position, checkpoint in block.checkpoints.items()
+                if position <= min(limit, block.spec.start + run)
+            ]
+            for position, block, checkpoint in sorted(found, key=lambda item: -item[0]):
+                blocks = [*path[:depth], block]
+                if self._usable(blocks, media, position) == position:
+                    return Match(tuple(blocks), position, checkpoint)
+        return Match()
+
+    def _usable(self, blocks: Sequence[Block], media: Sequence[MediaSpan], position: int) -> int:
+        """The largest position <= `position` that is in no picture and for which no leaf lacks a row it needs."""
+        gaps = [gap for block in blocks for gap in block.gaps()]
+        while True:
+            inside = [span.start for span in media if span.start < position < span.stop]
+            needs = self._needs(position) if gaps else ()
+            short = [gap.start for index, gap in gaps if conflict(gap, needs[index], position)]
+            if not inside and not short:
+                return position
+            position = min(inside + short)
+
+    # -- storing ------------------------------------------------------------------------------------------------------
+
+    def covering(self, path: Sequence[Block], spec: BlockSpec) -> Block | None:
+        """A block after `path` that starts with all tokens of `spec`: the same block or a longer one."""
+        children = self._children(path)
+        same = children.get(spec.key)
+        if same is not None:
+            return same
+        longer = [b for b in children.values() if shared(b.spec, spec.tokens, spec.spans) == spec.num_tokens]
+        return min(longer, key=lambda block: sum(len(gap) for _, gap in block.gaps()), default=None)
+
+    def donor(self, path: Sequence[Block], spec: BlockSpec) -> tuple[Block, int] | None:
+        """The block after `path` that shares the most first tokens with `spec`, and how many."""
+        found = [(b, shared(b.spec, spec.tokens, spec.spans)) for b in self._children(path).values()]
+        return max(found, key=lambda item: item[1], default=None)
+
+    def link(self, path: Sequence[Block], spec: BlockSpec, pieces: Sequence[Piece]) -> Block:
+        """Stores a block after `path`. Room for its bytes has been made; partial blocks that it contains go."""
+        siblings = self._children(path)
+        parent = path[-1] if path else None
+        block = Block(spec, parent, siblings, pieces, block_nbytes(spec, pieces))
+        siblings[spec.key] = block
+        self._tier.add_locked(block)
+        for other in list(siblings.values()):
+            self._absorb(other, block)
+        return block
+
+    def replace(self, block: Block, pieces: Sequence[Piece]) -> None:
+        """Gives a block pieces with fewer gaps."""
+        block.pieces = pieces
+        self._tier.resize_locked(block, block_nbytes(block.spec, pieces))
+
+    def attach(self, block: Block, spec: BlockSpec, states: Sequence[State], nbytes: int) -> Checkpoint:
+        """Stores the state after the tokens of `spec` in the block that starts with them. Room has been made."""
+        checkpoint = Checkpoint(block, spec.stop, states, nbytes)
+        block.checkpoints[spec.stop] = checkpoint
+        self._tier.add_locked(checkpoint)
+        return checkpoint
+
+    def tidy(self, block: Block) -> None:
+        """Takes a partial block that is no longer used out, if a longer one has come in the meantime."""
+        for other in list(block.siblings.values()) if block.alive else []:
+            self._absorb(block, other)
+
+    def _absorb(self, partial: Block, longer: Block) -> None:
+        """Takes `partial` out if nobody uses it and `longer` has all of it; its checkpoints move there."""
+        spec = partial.spec
+        if not partial.alive or spec.num_tokens >= min(self._block_size, longer.spec.num_tokens):
+            return
+        used = partial.pins or any(checkpoint.pins for checkpoint in partial.checkpoints.values())
+        if used or any(longer.gaps()) or shared(longer.spec, spec.tokens, spec.spans) < spec.num_tokens:
+            return
+        self._move_checkpoints(partial, longer)
+        self._tier.remove_locked(partial)
+
+    def _move_checkpoints(self, block: Block, other: Block) -> None:
+        for position, checkpoint in list(block.checkpoints.items()):
+            if position in other.checkpoints:
+                self._tier.remove_locked(checkpoint)
+            else:
+                del block.checkpoints[position]
+                checkpoint.block = other
+                other.checkpoints[position] = checkpoint
+
+    # -- all of it ----------------------------------------------------------------------------------------------------
+
+    def blocks(self) -> Iterator[Block]:
+        """Every block, parents before children."""
+        stack = list(self._first.values())
+        while stack:
+            block = stack.pop()
+            yield block
+            stack.extend(block.children.values())
+
+    def entries(self) -> list[Block | Checkpoint]:
+        """Everything stored, what hangs on something before it."""
+        found: list[Block | Checkpoint] = []
+        for block in self.blocks():
+            found.append(block)
+            found.extend(block.checkpoints.values())
+        return found[::-1]
+
+    def check(self) -> None:
+        """Raises CacheInvariantError unless every block has its parent and every entry its bytes."""
+        for block in self.blocks():
+            parent_stop = block.parent.spec.stop if block.parent else 0
+            if not block.alive or block.siblings.get(block.spec.key) is not block:
+                raise CacheInvariantError(f"block at {block.spec.start} is reachable and not stored")
+            if block.parent is not None and not block.parent.alive:
+                raise CacheInvariantError(f"block at {block.spec.start} has lost its parent")
+            if block.spec.start != parent_stop or (block.spec.start % self._block_size):
+                raise CacheInvariantError(f"block at {block.spec.start} follows one that ends at {parent_stop}")
+            if block.nbytes != block_nbytes(block.spec, block.pieces):
+                raise CacheInvariantError(f"block at {block.spec.start} is counted as {block.nbytes} bytes")
+            for position, checkpoint in block.checkpoints.items():
+                inside = block.spec.start < position <= block.spec.stop
+                if not (inside and checkpoint.alive and checkpoint.block is block and checkpoint.position == position):
+                    raise CacheInvariantError(f"checkpoint at {position} is not where it belongs")
+
+
+def block_nbytes(spec: BlockSpec, pieces: Sequence[Piece]) -> int:
+    """A block's bytes: its arrays' and its token ids'. The latter keep a block without arrays from being free."""
+    return sum(piece.nbytes for piece in pieces) + len(spec.tokens)
