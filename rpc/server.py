@@ -37,7 +37,8 @@ class Server:
         self._limits = limits or RpcLimits()
         self._dispatcher = Dispatcher(METHODS)
         self._connections: set[Connection] = set()
-        self._accepting = anyio.CancelScope()
+        self._accepting: anyio.CancelScope | None = None  # made on the loop, while clients are accepted
+        self._is_draining = False
         self._is_closing = False
 
     async def serve(self, listener: socket.socket) -> None:
@@ -48,9 +49,8 @@ class Server:
         """
         async with anyio.create_task_group() as tasks:
             try:
-                with self._accepting:
-                    async with await SocketListener.from_socket(listener) as accepting:
-                        await self._accept_all(accepting, tasks)
+                async with await SocketListener.from_socket(listener) as accepting:
+                    await self._accept_until_drained(accepting, tasks)
                 await anyio.sleep_forever()
             finally:
                 self._is_closing = True
@@ -63,9 +63,16 @@ class Server:
         A client that does not read can delay this for ever, so the caller sets the deadline. What is new on the
         connections that exist is still answered: refusing work is the backend's.
         """
-        self._accepting.cancel()
+        self._is_draining = True
+        if self._accepting is not None:
+            self._accepting.cancel()
         while busy := [connection for connection in self._connections if not connection.activity.is_idle]:
             await busy[0].activity.wait_idle()
+
+    async def _accept_until_drained(self, listener: SocketListener, tasks: TaskGroup) -> None:
+        with anyio.CancelScope() as self._accepting:
+            if not self._is_draining:
+                await self._accept_all(listener, tasks)
 
     async def _accept_all(self, listener: SocketListener, tasks: TaskGroup) -> None:
         with SpareDescriptor() as spare:

@@ -7,11 +7,15 @@ the real ones. What a test wants to know is recorded in plain attributes.
 from __future__ import annotations
 
 import difflib
-from collections.abc import AsyncIterator, Callable, Sequence
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import anyio
 import anyio.lowlevel
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from omlxd.engine.api import (
     Cancelled,
@@ -34,6 +38,7 @@ from omlxd.engine.api import (
     Unloaded,
     Usage,
 )
+from omlxd.rpc.server import Server
 
 MODEL = "tiny"
 
@@ -265,3 +270,22 @@ class FakeBackend:
 def entry(name: str) -> ModelEntry:
     """A model on disk that is not loaded."""
     return ModelEntry(name=name, path=f"/models/{name}", kind="llama", state="ABSENT", size_bytes=1000)
+
+
+@contextmanager
+def serving_in_thread(backend: FakeBackend, path: Path) -> Iterator[BlockingPortal]:
+    """A server of `backend` at `path`, on a loop in a thread of its own, for clients that block.
+
+    Ready when entered: who connects before the loop runs waits in the backlog. The portal calls what belongs on that
+    loop (`portal.call(generation.finish, result)`).
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    listener.listen(64)
+    listener.setblocking(False)
+    with start_blocking_portal() as portal:
+        serving = portal.start_task_soon(Server(backend).serve, listener)
+        try:
+            yield portal
+        finally:
+            serving.cancel()
