@@ -11,14 +11,16 @@ import asyncio
 import logging
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
-from omlxd.engine.api import EngineFailed, GenerationResult, OmlxError, QueueFull, RequestInfo
-from omlxd.engine.inbox import Abort, Close, Inbox, Submit
+from omlxd.engine.api import EngineFailed, GenerationResult, OmlxError, Prompt, QueueFull, RequestInfo
+from omlxd.engine.inbox import Abort, Close, Closed, Inbox, Submit
+from omlxd.engine.job import Job
 from omlxd.engine.model import LoadedModel, ModelFacts
-from omlxd.engine.request import Job
+from omlxd.engine.prompt import text_of, token_ids
 from omlxd.engine.scheduler import SchedulerLimits
 from omlxd.engine.stream import EventStream
-from omlxd.engine.worker import Closed, Events, Worker
+from omlxd.engine.worker import Events, Worker
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +34,9 @@ class Engine:
     def __init__(self, loaded: LoadedModel, limits: SchedulerLimits) -> None:
         """Takes `loaded` over: whoever made it must drop it, or the model outlives its engine."""
         self.facts: ModelFacts = loaded.facts
-        self.tokenizer = loaded.tokenizer
+        self._tokenizer = loaded.tokenizer
+        # One thread: a tokenizer is used by one prompt at a time, and a long one holds up neither loop nor engine.
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix=f"tokenizer-{loaded.facts.name}")
         self._limits = limits
         self._loop = asyncio.get_running_loop()
         self._inbox = Inbox()
@@ -48,6 +52,14 @@ class Engine:
     def requests(self) -> Sequence[RequestInfo]:
         """The live requests, as of a tenth of a second ago at most while the engine is busy."""
         return self._worker.requests
+
+    async def token_ids(self, prompt: Prompt) -> Sequence[int]:
+        """The prompt as the model reads it. Raises InvalidParams, Unsupported."""
+        return await self._loop.run_in_executor(self._tokenizing, token_ids, prompt, self._tokenizer, self.facts)
+
+    async def text(self, ids: Sequence[int]) -> str:
+        """What the ids stand for, special tokens included. Raises InvalidParams."""
+        return await self._loop.run_in_executor(self._tokenizing, text_of, ids, self._tokenizer, self.facts)
 
     def submit(self, job: Job, stream: EventStream) -> None:
         """Queues a job. Raises QueueFull, or EngineFailed when the engine has ended."""
@@ -102,4 +114,5 @@ class Engine:
         for stream in self._live.values():
             stream.deliver(EngineFailed(self.facts.name, closed.failure or "the engine has ended"))
         self._live.clear()
+        self._tokenizing.shutdown(wait=False)
         self.closed.set_result(closed)

@@ -1,4 +1,4 @@
-"""The way into an engine thread: commands, and the condition it waits on when it has nothing to do.
+"""The way into an engine thread and its last word: commands, and the condition it waits on when it has nothing to do.
 
 Any thread may put commands in; the engine thread alone takes them out, all at once, at the start of a step. Nothing
 waits for room: how many requests may be under way is decided before `put`, by the handle that counts them.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from omlxd.engine.request import Job
+from omlxd.engine.job import Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,14 @@ class Close:
 
 
 Command = Submit | Abort | Close
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """What the thread leaves behind: why it ended, if not by command, and the bytes of arrays that went with it."""
+
+    failure: str | None
+    freed_bytes: int
 
 
 class Inbox:

@@ -31,7 +31,7 @@ def token_ids(prompt: Prompt, tokenizer: TokenizerWrapper, facts: ModelFacts) ->
     Raises InvalidParams for what cannot be a prompt of this model, Unsupported for a chat without a template.
     """
     if isinstance(prompt, TokenPrompt):
-        return _checked(prompt.token_ids, facts)
+        return _not_empty(_checked(prompt.token_ids, facts, "prompt"), "prompt")
     if isinstance(prompt, TextPrompt):
         return _not_empty(encode(prompt.text, tokenizer), "prompt")
     return _not_empty(_render(prompt, tokenizer, facts), "messages")
@@ -47,14 +47,19 @@ def encode(text: str, tokenizer: TokenizerWrapper) -> list[int]:
     return list(tokenizer.encode(text, verbose=False))
 
 
-def _checked(ids: Sequence[int], facts: ModelFacts) -> list[int]:
+def text_of(ids: Sequence[int], tokenizer: TokenizerWrapper, facts: ModelFacts) -> str:
+    """What the ids stand for, special tokens included. Raises InvalidParams for an id outside the vocabulary."""
+    return str(tokenizer.decode(_checked(ids, facts, "tokens"), skip_special_tokens=False))
+
+
+def _checked(ids: Sequence[int], facts: ModelFacts, field: str) -> list[int]:
     for position, id in enumerate(ids):
         if not 0 <= id < facts.vocab_size:
             reason = (
                 f"token {id} at position {position} is outside this model's vocabulary, 0 to {facts.vocab_size - 1}"
             )
-            raise InvalidParams("prompt", reason)
-    return _not_empty(list(ids), "prompt")
+            raise InvalidParams(field, reason)
+    return list(ids)
 
 
 def _not_empty(ids: list[int], field: str) -> list[int]:

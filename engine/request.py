@@ -7,8 +7,7 @@ them stand in one table; `enter` is the only way to change them.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from omlxd.engine.api import (
     Cancelled,
@@ -21,7 +20,7 @@ from omlxd.engine.api import (
     TokenLogprob,
     Usage,
 )
-from omlxd.engine.sampling import SamplingSettings
+from omlxd.engine.job import Job
 from omlxd.engine.text import Decoder, Detokenizer, StopFinder
 
 Clock = Callable[[], float]
@@ -48,26 +47,6 @@ _NEXT: dict[State, frozenset[State]] = {
     State.PREFILL: frozenset({State.DECODE, State.HELD, State.QUEUED}),
     State.DECODE: frozenset({State.HELD, State.QUEUED}),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What an engine is asked to do: a prompt in token ids and everything that shapes the answer."""
-
-    id: str
-    model: str
-    prompt: Sequence[int]
-    sampling: SamplingSettings
-    logit_bias: dict[int, float]
-    max_tokens: int
-    stop: Sequence[str]
-    stop_ids: frozenset[int]
-    logprobs: int
-    stream: bool
-    progress: bool
-    batch_priority: bool
-    use_cache: bool
-    arrived: float
 
 
 class Request:

@@ -47,8 +47,16 @@ class EventStream:
         self._cancelled = False
 
     @property
-    def ended(self) -> bool:
-        return self._end.done()
+    def outcome(self) -> str:
+        """How it ended, for counting: `finished`, or the error's kind; `running` before the end."""
+        if not self._end.done():
+            return "running"
+        error = self._end.exception()
+        return error.kind if isinstance(error, OmlxError) else "finished"
+
+    async def wait_ended(self) -> None:
+        """Returns at the end, however it ended."""
+        await asyncio.wait([self._end])
 
     def deliver(self, event: Event) -> None:
         """Takes one event. The first result or error is the end; whatever comes later is dropped."""

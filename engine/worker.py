@@ -11,18 +11,18 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import mlx.core as mx
 
 from omlxd.engine.api import EngineFailed, InvariantError, Progress, RequestInfo, ShuttingDown, TokenLogprob
 from omlxd.engine.batch import Batch, InterleavedBatch, MergedBatch, RowStart, RowToken
-from omlxd.engine.inbox import Abort, Close, Inbox, Submit
+from omlxd.engine.inbox import Abort, Close, Closed, Inbox, Submit
+from omlxd.engine.job import Job
 from omlxd.engine.model import LoadedModel
 from omlxd.engine.prefill import Prefill, mergeable, new_caches
 from omlxd.engine.rate import PrefillRate
-from omlxd.engine.request import Clock, Job, Request, State
+from omlxd.engine.request import Clock, Request, State
 from omlxd.engine.sampling import SamplerRow, logprobs_of, processors
 from omlxd.engine.scheduler import Plan, SchedulerLimits, View, Waiting, plan
 from omlxd.engine.stream import Event
@@ -35,14 +35,6 @@ SNAPSHOT_S = 0.1  # how old the published request list may be
 
 Events = Sequence[tuple[str, Event]]
 Emit = Callable[[Events], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """What the thread leaves behind: why it ended and how many bytes of arrays went with the model."""
-
-    failure: str | None
-    freed_bytes: int
 
 
 class Worker:

@@ -20,9 +20,9 @@ import numpy as np
 from omlxd.engine.api import Delta, GenerationResult, Progress
 from omlxd.engine.engine import Engine
 from omlxd.engine.inbox import Close
+from omlxd.engine.job import Job
 from omlxd.engine.model import LoadedModel, ModelFacts
-from omlxd.engine.request import Job
-from omlxd.engine.sampling import SamplingSettings
+from omlxd.engine.sampling_settings import SamplingSettings
 from omlxd.engine.scheduler import SchedulerLimits
 from omlxd.engine.stream import EventStream
 from tests.models import VOCABULARY, build, cold_run, write

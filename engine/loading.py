@@ -1,0 +1,67 @@
+"""One load of one model, shared by everyone who asked for it, on the loader thread.
+
+Lives on the event loop. The load is given up when the last of those who wait has left: the loader thread notices at
+its next report of progress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+from omlxd.engine.api import LoadOptions, OmlxError, Progress, ProgressSink
+from omlxd.engine.catalog import CatalogEntry
+from omlxd.engine.model import LoadedModel
+
+Load = Callable[[CatalogEntry, LoadOptions, ProgressSink], LoadedModel]
+
+
+class GivenUp(Exception):
+    """Raised on the loader thread when nobody waits for the load any more."""
+
+
+class Loading:
+    """`wait` returns when the model is in the pool, or raises why it is not."""
+
+    def __init__(self) -> None:
+        self._given_up = threading.Event()
+        self._sinks: list[ProgressSink] = []
+        self._loop = asyncio.get_running_loop()
+        self._done: asyncio.Future[None] = self._loop.create_future()
+        self._done.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def run(self, loader: Executor, load: Load, entry: CatalogEntry, options: LoadOptions) -> LoadedModel:
+        """Loads on `loader`. Raises what `load` raises, GivenUp among it."""
+        return await self._loop.run_in_executor(loader, load, entry, options, self._report)
+
+    async def wait(self, sink: ProgressSink) -> None:
+        """Waits for the end; whoever stops waiting last gives the load up."""
+        self._sinks.append(sink)
+        try:
+            await asyncio.shield(self._done)
+        finally:
+            self._sinks.remove(sink)
+            if not self._sinks:
+                self._given_up.set()
+
+    def give_up(self) -> None:
+        self._given_up.set()
+
+    def succeed(self) -> None:
+        if not self._done.done():
+            self._done.set_result(None)
+
+    def fail(self, error: OmlxError) -> None:
+        if not self._done.done():
+            self._done.set_exception(error)
+
+    def _report(self, progress: Progress) -> None:  # on the loader thread
+        if self._given_up.is_set():
+            raise GivenUp
+        self._loop.call_soon_threadsafe(self._tell, progress)
+
+    def _tell(self, progress: Progress) -> None:
+        for sink in self._sinks:
+            sink(progress)

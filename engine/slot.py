@@ -1,0 +1,122 @@
+"""One model's place in the pool: its state, its engine, and who uses it.
+
+Lives on the event loop; the pool drives it. The moves between states stand in one table, as for requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from omlxd.engine.api import InvariantError, ModelEntry, ModelState, Prompt, RequestInfo
+from omlxd.engine.catalog import CatalogEntry
+from omlxd.engine.inbox import Close, Closed
+from omlxd.engine.job import Job
+from omlxd.engine.model import ModelFacts
+from omlxd.engine.stream import EventStream
+
+_NEXT: dict[ModelState, frozenset[ModelState]] = {
+    "ABSENT": frozenset({"LOADING"}),
+    "LOADING": frozenset({"READY", "FAILED", "ABSENT"}),
+    "READY": frozenset({"BUSY", "DRAINING", "UNLOADING", "FAILED"}),
+    "BUSY": frozenset({"READY", "DRAINING", "UNLOADING", "FAILED"}),
+    "DRAINING": frozenset({"READY", "BUSY", "UNLOADING", "FAILED"}),
+    "UNLOADING": frozenset({"ABSENT", "FAILED"}),
+    "FAILED": frozenset(),  # the next load starts with a slot of its own
+}
+
+
+class EngineHandle(Protocol):
+    """What the pool and the service need of an engine; `engine.engine.Engine` is it."""
+
+    facts: ModelFacts
+    merges_rows: bool
+    closed: asyncio.Future[Closed]
+
+    @property
+    def requests(self) -> Sequence[RequestInfo]: ...
+
+    async def token_ids(self, prompt: Prompt) -> Sequence[int]: ...
+
+    async def text(self, token_ids: Sequence[int]) -> str: ...
+
+    def submit(self, job: Job, stream: EventStream) -> None: ...
+
+    def abort(self, id: str, reason: str | None) -> None: ...
+
+    def close(self, command: Close) -> None: ...
+
+
+class Slot:
+    """A model that is loaded, on its way in or out, or that failed to load."""
+
+    def __init__(self, entry: CatalogEntry, *, ttl_s: float) -> None:
+        self.entry = entry
+        self.state: ModelState = "ABSENT"
+        self.error: str | None = None
+        self.pinned = False
+        self.ttl_s = ttl_s
+        self.adapter: str | None = None
+        self.engine: EngineHandle | None = None
+        self.leases = 0
+        self.loaded_at: float | None = None
+        self.last_used: float | None = None
+        self.changed = asyncio.Event()  # set, and replaced, at every change of state or of the number of leases
+
+    def enter(self, state: ModelState, error: str | None = None) -> None:
+        """Moves on. Raises InvariantError for a move that the table does not allow."""
+        if state not in _NEXT[self.state]:
+            raise InvariantError(f"model {self.entry.name}: {self.state} -> {state}")
+        self.state = state
+        self.error = error
+        self._tell()
+
+    @property
+    def usable(self) -> bool:
+        return self.state in ("READY", "BUSY")
+
+    def running(self) -> EngineHandle:
+        """The engine of a usable slot."""
+        if self.engine is None:
+            raise InvariantError(f"model {self.entry.name} is {self.state} and has no engine")
+        return self.engine
+
+    def take(self) -> None:
+        """One more request uses the model."""
+        self.leases += 1
+        self.last_used = time.time()
+        if self.state == "READY":
+            self.enter("BUSY")
+
+    def give_back(self) -> None:
+        self.leases -= 1
+        self.last_used = time.time()
+        if self.state == "BUSY" and not self.leases:
+            self.enter("READY")
+        self._tell()
+
+    def _tell(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def show(self) -> ModelEntry:
+        """The slot as `models.list` shows it."""
+        note = None
+        if self.engine is not None and not self.engine.merges_rows:
+            note = "its cache cannot be merged: requests take turns token by token"
+        return ModelEntry(
+            name=self.entry.name,
+            path=str(self.entry.path),
+            kind=self.entry.kind,
+            state=self.state,
+            size_bytes=self.entry.size_bytes,
+            pinned=self.pinned,
+            ttl_s=self.ttl_s or None,
+            loaded_at=self.loaded_at,
+            last_used=self.last_used,
+            requests=self.leases,
+            error=self.error,
+            note=note,
+        )
