@@ -93,8 +93,8 @@ def _open(options: argparse.Namespace, held: contextlib.ExitStack) -> tuple[List
         env["OMLXD_HOME"] = options.home
     paths = Paths.from_env(env)
     paths.check_socket()
-    read = settings.load(paths.config, env)
     make_private(paths.home)
+    read = settings.load(paths.config, env)
     lock = held.enter_context(InstanceLock(paths.lock, omlxd.__version__))
     if os.path.dirname(paths.socket) != paths.home:
         make_private(os.path.dirname(paths.socket))
