@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
@@ -73,18 +72,14 @@ def _text(path: str) -> str:
 
 
 def _replace(path: str, text: str) -> None:
-    directory = os.path.dirname(path)
-    handle, temporary = tempfile.mkstemp(prefix=".config-", dir=directory)  # mode 0600
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    _sync_directory(directory)
+    new = f"{path}.new"  # one name: what a crash leaves is written over by the next writer
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(new, flags, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
+    _sync_directory(os.path.dirname(path))
 
 
 def _sync_directory(path: str) -> None:
