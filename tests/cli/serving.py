@@ -16,6 +16,20 @@ from tests.cli.running import Home
 from tests.fakes import FakeBackend, FakeGeneration, result_of
 
 
+class Gate(anyio.Event):
+    """Never opens; says when somebody waits at it."""
+
+    def __new__(cls, begun: threading.Event) -> "Gate":
+        return object.__new__(cls)
+
+    def __init__(self, begun: threading.Event) -> None:
+        self._begun = begun
+
+    async def wait(self) -> None:
+        self._begun.set()
+        await anyio.sleep_forever()
+
+
 class Answer:
     """One answer that the test writes while `omlxctl` waits for it. Made and changed on the server's loop."""
 
@@ -74,6 +88,12 @@ class Daemon:
         answer = Answer(self.portal)
         self.backend.script = answer.script
         return answer
+
+    def hold_loads(self) -> threading.Event:
+        """Loading a model goes on for ever from here; the event is set when a load has begun."""
+        begun = threading.Event()
+        self.backend.load_gate = self.portal.call(lambda: Gate(begun))
+        return begun
 
     def stop(self) -> None:
         """Ends every connection. Idempotent."""
