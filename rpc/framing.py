@@ -14,6 +14,7 @@ HEADER_BYTES: Final = 4096
 HEAD_BYTES: Final = 1024  # of an oversized frame, enough to find an id that stands in front
 _BLANK: Final = b" \t\r\n"
 _HEADER_END: Final = re.compile(rb"\r?\n\r?\n")
+_BLANKS: Final = re.compile(rb"[ \t\r\n]+")
 _DIGITS: Final = re.compile(rb"[0-9]{1,18}")
 
 
@@ -127,7 +128,7 @@ class Headers:
         return self._skip == 0
 
     def _header(self, buffer: bytearray) -> int | Broken | None:
-        del buffer[: len(buffer) - len(buffer.lstrip(_BLANK))]
+        _drop_blanks(buffer)
         end = _HEADER_END.search(buffer, 0, HEADER_BYTES)
         if end is None:
             if len(buffer) < HEADER_BYTES:
@@ -166,6 +167,11 @@ def content_length(block: bytes) -> int | Broken:
     return Broken("the header has no Content-Length")
 
 
+def _drop_blanks(buffer: bytearray) -> None:
+    if blanks := _BLANKS.match(buffer):
+        del buffer[: blanks.end()]
+
+
 class FrameReader:
     """The frames of one connection. Its first non-blank byte decides the form, for both directions."""
 
@@ -193,8 +199,7 @@ class FrameReader:
         return framing.wrap(body)
 
     def _detect(self) -> None:
-        start = len(self._buffer) - len(self._buffer.lstrip(_BLANK))
-        del self._buffer[:start]
+        _drop_blanks(self._buffer)
         if self._buffer:
             # No JSON text begins with C, so anything else may as well be told that it is no JSON, line by line.
             headers = self._buffer[0] in b"Cc"
