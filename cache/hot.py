@@ -68,13 +68,13 @@ class HotTier:
         """`budget_bytes` may be zero: then nothing is kept."""
         self.lock = threading.Lock()
         self._budget = budget_bytes
-        self._entries: set[Entry] = set()
+        self._entries: dict[int, Entry] = {}  # by last use, which no two have in common
         self._used = self._pinned = 0
         self._clock = 0
         self._evicted = self._evicted_bytes = self._refused = 0
-        # (last use, tie-breaker, entry); an item is stale when its entry was used again, is pinned, grew or is gone.
-        self._oldest: list[tuple[int, int, Entry]] = []
-        self._pushed = 0
+        # A heap of last uses. One is stale when nothing has it any more, or what has it may not go now. It holds no
+        # entries, for a stale one would keep its arrays.
+        self._oldest: list[int] = []
 
     # -- under the caller's lock --------------------------------------------------------------------------------------
 
@@ -95,33 +95,32 @@ class HotTier:
         return True, gone
 
     def add_locked(self, entry: Entry) -> None:
-        self._entries.add(entry)
+        """Counts an entry, for whose bytes room has been made, as the one used last."""
         self._used += entry.nbytes
         self._pinned += entry.nbytes if entry.pins else 0
-        self.touch_locked(entry)
+        self._use(entry)
 
     def remove_locked(self, entry: Entry) -> None:
-        """Takes an entry out, used or not, and whatever its pins; its holders keep their arrays."""
+        """Takes an entry out, whatever its pins; its holders keep their arrays. Does nothing the second time."""
         if not entry.alive:
             return
         entry.alive = False
-        self._entries.remove(entry)
+        del self._entries[entry.last_use]
         self._used -= entry.nbytes
         self._pinned -= entry.nbytes if entry.pins else 0
         above = entry.unlink()
         if above is not None:
             self._enlist(above)
 
-    def resize_locked(self, entry: Entry, nbytes: int) -> None:
-        """The entry's arrays were replaced by others."""
-        self._used += nbytes - entry.nbytes
-        self._pinned += nbytes - entry.nbytes if entry.pins else 0
-        entry.nbytes = nbytes
+    def resized_locked(self, entry: Entry, before: int) -> None:
+        """The entry's arrays were replaced by others; it had `before` bytes."""
+        self._used += entry.nbytes - before
+        self._pinned += entry.nbytes - before if entry.pins else 0
 
     def touch_locked(self, entry: Entry) -> None:
-        self._clock += 1
-        entry.last_use = self._clock
-        self._enlist(entry)
+        """The entry was used now."""
+        del self._entries[entry.last_use]
+        self._use(entry)
 
     def pin_locked(self, entry: Entry) -> None:
         self._pinned += entry.nbytes if entry.alive and not entry.pins else 0
@@ -135,21 +134,25 @@ class HotTier:
             self._pinned -= entry.nbytes
             self._enlist(entry)
 
+    def _use(self, entry: Entry) -> None:
+        self._clock += 1
+        entry.last_use = self._clock
+        self._entries[self._clock] = entry
+        self._enlist(entry)
+
     def _enlist(self, entry: Entry) -> None:
-        if not (entry.alive and not entry.pins and entry.is_leaf):
+        """Lets eviction find an entry that may go. Called whenever one has become a leaf, unpinned or used."""
+        if not _evictable(entry):
             return
-        if len(self._oldest) > 4 * len(self._entries) + 64:  # mostly stale: start again from what is there
-            current = [e for e in self._entries if not e.pins and e.is_leaf]
-            self._oldest = [(e.last_use, self._pushed + n, e) for n, e in enumerate(current)]
-            self._pushed += len(current)
+        heapq.heappush(self._oldest, entry.last_use)
+        if len(self._oldest) > 4 * len(self._entries) + 64:  # mostly stale
+            self._oldest = [use for use, kept in self._entries.items() if _evictable(kept)]
             heapq.heapify(self._oldest)
-        self._pushed += 1
-        heapq.heappush(self._oldest, (entry.last_use, self._pushed, entry))
 
     def _pop_oldest(self) -> Entry | None:
         while self._oldest:
-            last_use, _, entry = heapq.heappop(self._oldest)
-            if entry.alive and not entry.pins and entry.is_leaf and entry.last_use == last_use:
+            entry = self._entries.get(heapq.heappop(self._oldest))
+            if entry is not None and _evictable(entry):
                 return entry
         return None
 
@@ -197,21 +200,22 @@ class HotTier:
     def check(self) -> None:
         """Raises CacheInvariantError unless the numbers are those of the entries."""
         with self.lock:
-            used = sum(entry.nbytes for entry in self._entries)
-            pinned = sum(entry.nbytes for entry in self._entries if entry.pins)
-            listed = {id(e) for use, _, e in self._oldest if e.last_use == use}
-            lost = [e for e in self._entries if not e.pins and e.is_leaf and id(e) not in listed]
+            entries = list(self._entries.values())
+            used = sum(entry.nbytes for entry in entries)
+            pinned = sum(entry.nbytes for entry in entries if entry.pins)
+            listed = set(self._oldest)
+            lost = [use for use, entry in self._entries.items() if _evictable(entry) and use not in listed]
             if (used, pinned) != (self._used, self._pinned):
                 raise CacheInvariantError(
                     f"entries hold {used} ({pinned} pinned), counted {self._used}, {self._pinned}"
                 )
-            if not all(entry.alive for entry in self._entries):
+            if not all(entry.alive and entry.last_use == use for use, entry in self._entries.items()):
                 raise CacheInvariantError("an entry that has left its tree is still counted")
             if lost:
                 raise CacheInvariantError(f"{len(lost)} evictable entries can never be found again")
-            if self._used > self._budget and self._used > self._pinned + self._blocked():
-                raise CacheInvariantError(f"{self._used} bytes are held, {self._budget} is the limit")
+            if self._used > self._budget and any(_evictable(entry) for entry in entries):
+                raise CacheInvariantError(f"{self._used} bytes are held, {self._budget} is the limit, some could go")
 
-    def _blocked(self) -> int:
-        """Bytes that cannot go now: unpinned, but something pinned hangs on them."""
-        return sum(entry.nbytes for entry in self._entries if not entry.pins and not entry.is_leaf)
+
+def _evictable(entry: Entry) -> bool:
+    return entry.alive and not entry.pins and entry.is_leaf

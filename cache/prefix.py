@@ -231,10 +231,9 @@ class PrefixCache:
                 donor, run = self._tree.donor(path, spec) or (None, 0)
                 missing = [_Job(spec, None, donor.pieces if donor else (), run)]
                 return path, [*jobs, *missing, *(_Job(later) for later in specs[len(path) + 1 :])]
-            gaps = any(block.gaps())
-            if gaps and block.spec.key != spec.key:  # longer than this partial block, and worse
+            if block.gaps and block.spec.key != spec.key:  # longer than this partial block, and worse
                 return path, [*jobs, _Job(spec, None, block.pieces, spec.num_tokens)]
-            if gaps:
+            if block.gaps:
                 jobs.append(_Job(spec, block, block.pieces, spec.num_tokens))
             path.append(block)
         return path, jobs

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
+from omlxd.cache.children import Children
 from omlxd.cache.errors import CacheInvariantError
 from omlxd.cache.hot import Entry, HotTier
 from omlxd.cache.keys import BlockSpec, MediaSpan, shared
 from omlxd.cache.layouts import Needs, State
 from omlxd.cache.pieces import Piece, conflict
+
+# How many of the most alike blocks are asked whether a new one makes them superfluous; any others are left to eviction.
+NEAREST = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -23,10 +28,11 @@ class Block:
 
     spec: BlockSpec
     parent: Block | None
-    siblings: dict[bytes, Block]
-    pieces: Sequence[Piece]
-    nbytes: int
-    children: dict[bytes, Block] = field(default_factory=dict)
+    siblings: Children[Block]
+    pieces: Sequence[Piece] = ()
+    gaps: tuple[tuple[int, range], ...] = ()
+    nbytes: int = 0
+    children: Children[Block] = field(default_factory=Children)
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
     pins: int = 0
     last_use: int = 0
@@ -34,17 +40,22 @@ class Block:
 
     @property
     def is_leaf(self) -> bool:
-        return not self.children and not self.checkpoints
+        return not len(self.children) and not self.checkpoints
 
     def unlink(self) -> Entry | None:
-        del self.siblings[self.spec.key]
+        self.siblings.remove(self)
         return self.parent
 
-    def gaps(self) -> Iterator[tuple[int, range]]:
-        """The leaves that lack some of the block's tokens, and which, as positions in the sequence."""
-        for index, piece in enumerate(self.pieces):
-            if piece.gap:
-                yield index, range(self.spec.start + piece.gap.start, self.spec.start + piece.gap.stop)
+    def set_pieces(self, pieces: Sequence[Piece]) -> None:
+        """Gives the block its arrays; `gaps` are then the leaves that lack rows, and of which positions."""
+        start = self.spec.start
+        self.pieces = pieces
+        self.nbytes = block_nbytes(self.spec, pieces)
+        self.gaps = tuple(
+            (index, range(start + piece.gap.start, start + piece.gap.stop))
+            for index, piece in enumerate(pieces)
+            if piece.gap
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +98,7 @@ class PrefixTree:
         self._block_size = block_size
         self._needs = needs
         self._recurrent = recurrent
-        self._first: dict[bytes, Block] = {}
+        self._first: Children[Block] = Children()
 
     # -- matching -----------------------------------------------------------------------------------------------------
 
@@ -106,14 +117,8 @@ class PrefixTree:
     def match(self, specs: Sequence[BlockSpec], media: Sequence[MediaSpan], limit: int) -> Match:
         """The longest usable prefix of at most `limit` tokens. Touches what it returns."""
         path = self.path(specs)
-        best = self._match_checkpoint(specs, media, path, limit) if self._recurrent else Match()
-        if not self._recurrent:
-            for block, run in [(None, 0), *self._runs(specs, path)]:
-                blocks = [*path, block] if block else path
-                stop = block.spec.start + run if block else (path[-1].spec.stop if path else 0)
-                position = self._usable(blocks, media, min(stop, limit))
-                if position > best.position:
-                    best = Match(tuple(b for b in blocks if b.spec.start < position), position)
+        find = self._match_checkpoint if self._recurrent else self._match_tokens
+        best = find(specs, media, path, limit)
         for entry in best.blocks:
             self._tier.touch_locked(entry)
         if best.checkpoint:
@@ -123,44 +128,55 @@ class PrefixTree:
     def reach(self, specs: Sequence[BlockSpec]) -> tuple[int, Block | None]:
         """How many of the prompt's tokens are stored at all, usable or not, and the block in which they end."""
         path = self.path(specs)
-        block, run = max(self._runs(specs, path), key=lambda found: found[1], default=(None, 0))
-        if block is None:
-            return (path[-1].spec.stop, path[-1]) if path else (0, None)
-        return block.spec.start + run, block
+        block, run = next(self._runs(specs, path), (None, 0))
+        if block is not None:
+            return block.spec.start + run, block
+        return (path[-1].spec.stop, path[-1]) if path else (0, None)
 
     def _runs(self, specs: Sequence[BlockSpec], path: Sequence[Block]) -> Iterator[tuple[Block, int]]:
         """The blocks that follow `path` and share some tokens with the prompt, and how many."""
-        if len(path) == len(specs):
-            return
-        spec = specs[len(path)]
-        for block in self._children(path).values():
-            run = shared(block.spec, spec.tokens, spec.spans)
-            if run:
-                yield block, run
+        if len(path) < len(specs):
+            yield from self._children(path).alike(specs[len(path)])
 
-    def _children(self, path: Sequence[Block]) -> dict[bytes, Block]:
+    def _children(self, path: Sequence[Block]) -> Children[Block]:
         return path[-1].children if path else self._first
+
+    def _match_tokens(
+        self, specs: Sequence[BlockSpec], media: Sequence[MediaSpan], path: list[Block], limit: int
+    ) -> Match:
+        """The stored path, and of what follows it the block that leads furthest."""
+        stop = path[-1].spec.stop if path else 0
+        best = _cover(path, self._usable(path, media, min(stop, limit)))
+        for block, run in self._runs(specs, path):
+            position = self._usable([*path, block], media, min(stop + run, limit))
+            if position > best.position:
+                best = _cover([*path, block], position)
+            if not block.gaps:
+                break  # the next ones share no more
+        return best
 
     def _match_checkpoint(
         self, specs: Sequence[BlockSpec], media: Sequence[MediaSpan], path: list[Block], limit: int
     ) -> Match:
         """From the deepest level up: the last checkpoint that lies in a block's run shared with the prompt."""
+        best = Match()
         for depth in range(min(len(path), len(specs) - 1), -1, -1):
-            found = [
-                (position, block, checkpoint)
-                for block, run in self._runs(specs, path[:depth])
-                for position, checkpoint in block.checkpoints.items()
-                if position <= min(limit, block.spec.start + run)
-            ]
-            for position, block, checkpoint in sorted(found, key=lambda item: -item[0]):
+            for block, run in self._runs(specs, path[:depth]):
+                stop = min(limit, block.spec.start + run)
+                if stop <= best.position:
+                    break  # the next ones share no more
                 blocks = [*path[:depth], block]
-                if self._usable(blocks, media, position) == position:
-                    return Match(tuple(blocks), position, checkpoint)
-        return Match()
+                usable = [p for p in block.checkpoints if p <= stop and self._usable(blocks, media, p) == p]
+                position = max(usable, default=0)
+                if position > best.position:
+                    best = Match(tuple(blocks), position, block.checkpoints[position])
+            if best.position:
+                break
+        return best
 
     def _usable(self, blocks: Sequence[Block], media: Sequence[MediaSpan], position: int) -> int:
         """The largest position <= `position` that is in no picture and for which no leaf lacks a row it needs."""
-        gaps = [gap for block in blocks for gap in block.gaps()]
+        gaps = [gap for block in blocks for gap in block.gaps]
         while True:
             inside = [span.start for span in media if span.start < position < span.stop]
             needs = self._needs(position) if gaps else ()
@@ -175,31 +191,38 @@ class PrefixTree:
         """A block after `path` that starts with all tokens of `spec`: the same block or a longer one."""
         children = self._children(path)
         same = children.get(spec.key)
-        if same is not None:
+        if same is not None or spec.num_tokens == self._block_size:
             return same
-        longer = [b for b in children.values() if shared(b.spec, spec.tokens, spec.spans) == spec.num_tokens]
-        return min(longer, key=lambda block: sum(len(gap) for _, gap in block.gaps()), default=None)
+        longer: Block | None = None
+        for block, run in children.alike(spec):
+            if run < spec.num_tokens:
+                break
+            longer = block
+            if not block.gaps:
+                break
+        return longer
 
     def donor(self, path: Sequence[Block], spec: BlockSpec) -> tuple[Block, int] | None:
         """The block after `path` that shares the most first tokens with `spec`, and how many."""
-        found = [(b, shared(b.spec, spec.tokens, spec.spans)) for b in self._children(path).values()]
-        return max(found, key=lambda item: item[1], default=None)
+        return next(self._children(path).alike(spec), None)
 
     def link(self, path: Sequence[Block], spec: BlockSpec, pieces: Sequence[Piece]) -> Block:
         """Stores a block after `path`. Room for its bytes has been made; partial blocks that it contains go."""
         siblings = self._children(path)
         parent = path[-1] if path else None
-        block = Block(spec, parent, siblings, pieces, block_nbytes(spec, pieces))
-        siblings[spec.key] = block
+        block = Block(spec, parent, siblings)
+        block.set_pieces(pieces)
+        siblings.add(block)
         self._tier.add_locked(block)
-        for other in list(siblings.values()):
+        for other, _ in list(islice(siblings.alike(spec), NEAREST)):
             self._absorb(other, block)
         return block
 
     def replace(self, block: Block, pieces: Sequence[Piece]) -> None:
         """Gives a block pieces with fewer gaps."""
-        block.pieces = pieces
-        self._tier.resize_locked(block, block_nbytes(block.spec, pieces))
+        before = block.nbytes
+        block.set_pieces(pieces)
+        self._tier.resized_locked(block, before)
 
     def attach(self, block: Block, spec: BlockSpec, states: Sequence[State], nbytes: int) -> Checkpoint:
         """Stores the state after the tokens of `spec` in the block that starts with them. Room has been made."""
@@ -210,7 +233,7 @@ class PrefixTree:
 
     def tidy(self, block: Block) -> None:
         """Takes a partial block that is no longer used out, if a longer one has come in the meantime."""
-        for other in list(block.siblings.values()) if block.alive else []:
+        for other, _ in list(islice(block.siblings.alike(block.spec), NEAREST)) if block.alive else []:
             self._absorb(block, other)
 
     def _absorb(self, partial: Block, longer: Block) -> None:
@@ -219,7 +242,7 @@ class PrefixTree:
         if not partial.alive or spec.num_tokens >= min(self._block_size, longer.spec.num_tokens):
             return
         used = partial.pins or any(checkpoint.pins for checkpoint in partial.checkpoints.values())
-        if used or any(longer.gaps()) or shared(longer.spec, spec.tokens, spec.spans) < spec.num_tokens:
+        if used or longer.gaps or shared(longer.spec, spec.tokens, spec.spans) < spec.num_tokens:
             return
         self._move_checkpoints(partial, longer)
         self._tier.remove_locked(partial)
@@ -237,11 +260,11 @@ class PrefixTree:
 
     def blocks(self) -> Iterator[Block]:
         """Every block, parents before children."""
-        stack = list(self._first.values())
+        stack = list(self._first)
         while stack:
             block = stack.pop()
             yield block
-            stack.extend(block.children.values())
+            stack.extend(block.children)
 
     def entries(self) -> list[Block | Checkpoint]:
         """Everything stored, what hangs on something before it."""
@@ -267,6 +290,10 @@ class PrefixTree:
                 inside = block.spec.start < position <= block.spec.stop
                 if not (inside and checkpoint.alive and checkpoint.block is block and checkpoint.position == position):
                     raise CacheInvariantError(f"checkpoint at {position} is not where it belongs")
+
+
+def _cover(blocks: Sequence[Block], position: int) -> Match:
+    return Match(tuple(block for block in blocks if block.spec.start < position), position)
 
 
 def block_nbytes(spec: BlockSpec, pieces: Sequence[Piece]) -> int:
