@@ -80,6 +80,11 @@ class Peer:
         self._next_id += 1
         return {"jsonrpc": "2.0", "id": self._next_id, "method": method, "params": params}
 
+    async def read_some(self) -> None:
+        """Some bytes of a message, and not its rest."""
+        with anyio.fail_after(10):
+            await self.stream.receive(1)
+
     async def at_end(self) -> bool:
         """Whether the server has closed the connection, without another byte."""
         with anyio.fail_after(10):
