@@ -23,7 +23,7 @@ class GivenUp(Exception):
 
 
 class Loading:
-    """`wait` returns when the model is in the pool, or raises why it is not."""
+    """`wait` returns when the load is over, with the model in the pool or given up, or raises why it failed."""
 
     def __init__(self) -> None:
         self._given_up = threading.Event()

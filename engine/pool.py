@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Literal, Protocol
 
 from omlxd.engine.api import (
+    Cancelled,
     EngineFailed,
     LoadOptions,
     ModelBusy,
@@ -120,6 +121,7 @@ class Pool:
         slot = self._slots.get(entry.name)
         if slot is not None and slot.state == "LOADING":
             self._loads[entry.name].give_up()
+            self._loads[entry.name].fail(Cancelled(reason="model unloaded"))
             await _changed(slot)
         if slot is None or slot.engine is None:
             self._slots.pop(entry.name, None)
@@ -203,7 +205,7 @@ class Pool:
             log.info("gave up loading %s: nobody waits for it", name)
             slot.enter("ABSENT")
             self._forget(slot)
-            loading.fail(ModelLoadFailed(name, "the load was cancelled", "ask for it again"))
+            loading.succeed()  # whoever came meanwhile finds no slot and begins anew
             return
         if isinstance(exc, OmlxError):
             error = exc

@@ -1,0 +1,146 @@
+"""Generations under way: from a request to its job in an engine, and the lease that keeps the model meanwhile.
+
+Lives on the event loop. One task per request: it leases the model (loading it if need be), has the prompt turned into
+token ids, submits the job and holds the lease until the end. A cancellation goes to the engine once it has the job;
+before that it ends the task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from omlxd.engine.api import (
+    Cancelled,
+    EngineFailed,
+    GenerateRequest,
+    GenerationResult,
+    OmlxError,
+    Progress,
+    RequestInfo,
+    ShuttingDown,
+    Usage,
+)
+from omlxd.engine.job import check_supported, make_job
+from omlxd.engine.pool import Pool
+from omlxd.engine.slot import EngineHandle
+from omlxd.engine.stream import EventStream
+
+log = logging.getLogger(__name__)
+
+
+class Generations:
+    """All requests that have not ended."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._ids = itertools.count(1)
+        self._live: dict[str, _Live] = {}
+        self._refuse = False
+        self.counts: Counter[str] = Counter()
+
+    def start(self, request: GenerateRequest) -> EventStream:
+        """Starts a request; whatever it comes to arrives in the stream."""
+        live = _Live(f"g{next(self._ids)}", request, self._pool)
+        self.counts["started"] += 1
+        if self._refuse:
+            live.stream.deliver(ShuttingDown())
+            self.counts["refused"] += 1
+            return live.stream
+        self._live[live.id] = live
+        live.begin(self._ended)
+        return live.stream
+
+    def refuse_new(self) -> None:
+        """From now on every new request gets ShuttingDown; those under way go on."""
+        self._refuse = True
+
+    def end_all(self) -> None:
+        """Ends with ShuttingDown what no engine has yet; the pool's close ends the rest."""
+        self._refuse = True
+        for live in list(self._live.values()):
+            live.shut_down()
+
+    def infos(self) -> Sequence[RequestInfo]:
+        """Every live request, those that still wait for their model included."""
+        running = {info.id: info for info in self._pool.requests()}
+        return [running.get(live.id) or live.info() for live in self._live.values()]
+
+    def _ended(self, live: _Live, outcome: str) -> None:
+        self._live.pop(live.id, None)
+        self.counts[outcome] += 1
+
+
+class _Live:
+    """One request's task."""
+
+    def __init__(self, id: str, request: GenerateRequest, pool: Pool) -> None:
+        self.id = id
+        self.stream = EventStream(self._cancel)
+        self._request = request
+        self._pool = pool
+        self._arrived = time.monotonic()
+        self._waits_for = "the model"
+        self._engine: EngineHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, ended: Callable[[_Live, str], None]) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run(), name=f"generation-{self.id}")
+        self._task.add_done_callback(lambda _: ended(self, self.stream.outcome))
+
+    def info(self) -> RequestInfo:
+        """What is known before the engine has the request."""
+        age_s = time.monotonic() - self._arrived
+        return RequestInfo(self.id, self._request.model, "QUEUED", 0, 0, 0, age_s, f"waits for {self._waits_for}")
+
+    def shut_down(self) -> None:
+        self._end_early(ShuttingDown())
+
+    def _cancel(self, reason: str | None) -> None:
+        if self._engine is not None:
+            self._engine.abort(self.id, reason)
+            return
+        self._end_early(self._cancelled(reason))
+
+    def _cancelled(self, reason: str | None) -> Cancelled:
+        return Cancelled(GenerationResult(self._request.model, "", "cancelled", Usage()), reason)
+
+    def _end_early(self, error: OmlxError) -> None:
+        """Ends a request that no engine has; one that has it ends it itself."""
+        if self._engine is None and self._task is not None:
+            self.stream.deliver(error)
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            await self._generate()
+        except Cancelled as error:  # its model was unloaded while it loaded
+            self.stream.deliver(self._cancelled(error.reason))
+        except OmlxError as error:
+            self.stream.deliver(error)
+        except asyncio.CancelledError:
+            # Cancelled by `_end_early`, which has answered, or by the loop's end, after which nobody listens.
+            self.stream.deliver(ShuttingDown())
+        except Exception as exc:
+            log.exception("request %s failed before it reached its engine", self.id)
+            self.stream.deliver(EngineFailed(self._request.model, type(exc).__name__))
+
+    async def _generate(self) -> None:
+        request = self._request
+        check_supported(request)
+        self._report(Progress("queued"))
+        async with self._pool.lease(request.model, autoload=request.autoload, progress=self._report) as engine:
+            self._waits_for = "its tokens"
+            prompt = await engine.token_ids(request.prompt)
+            job = make_job(request, prompt, engine.facts, id=self.id, arrived=self._arrived)
+            engine.submit(job, self.stream)
+            self._engine = engine
+            await self.stream.wait_ended()
+
+    def _report(self, progress: Progress) -> None:
+        if self._request.progress:
+            self.stream.deliver(progress)

@@ -1,0 +1,185 @@
+"""The service: what `rpc/` asks of the daemon, done by the pool, the generations under way and the pull.
+
+Lives on the event loop and blocks nothing: the catalog is read on a worker thread, models load on the loader thread,
+a pull has a thread of its own. `build_service` is where a daemon's parts are put together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib.metadata
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from omlxd import __version__
+from omlxd.daemon.generations import Generations
+from omlxd.daemon.paths import Paths
+from omlxd.daemon.settings import Settings
+from omlxd.engine.api import (
+    DaemonInfo,
+    DaemonStatus,
+    GenerateRequest,
+    Generation,
+    LoadOptions,
+    ModelEntry,
+    Progress,
+    ProgressSink,
+    Prompt,
+    ShuttingDown,
+    Unloaded,
+)
+from omlxd.engine.backend import MlxBackend
+from omlxd.engine.catalog import Catalog, Root
+from omlxd.engine.pool import Pool
+from omlxd.engine.pull import pull
+from omlxd.engine.scheduler import SchedulerLimits
+
+OnShutdown = Callable[[float | None], None]
+
+
+class Service:
+    """Implements `engine.api.Backend`."""
+
+    def __init__(self, pool: Pool, paths: Paths, on_shutdown: OnShutdown) -> None:
+        self._pool = pool
+        self._paths = paths
+        self._on_shutdown = on_shutdown
+        self._generations = Generations(pool)
+        self._began = time.monotonic()
+        self._closing = False
+
+    async def start(self) -> None:
+        """Reads the packages' versions, off the loop: the first `daemon.info` should not wait for it."""
+        await asyncio.to_thread(_versions)
+
+    async def close(self) -> None:
+        """Ends what still runs with ShuttingDown, and every thread. Bounded in time."""
+        self._closing = True
+        self._generations.end_all()
+        await self._pool.close()
+
+    # -- the daemon ---------------------------------------------------------------------------------------------------
+
+    def info(self) -> DaemonInfo:
+        versions = _versions()
+        return DaemonInfo(
+            version=__version__,
+            pid=os.getpid(),
+            uptime_s=time.monotonic() - self._began,
+            home=self._paths.home,
+            socket=self._paths.socket,
+            device="gpu" if sys.platform == "darwin" else "cpu",
+            platform=platform.platform(),
+            mlx=versions["mlx"],
+            mlx_lm=versions["mlx-lm"],
+            mlx_vlm=versions["mlx-vlm"],
+        )
+
+    def status(self) -> DaemonStatus:
+        requests = self._generations.infos()
+        return DaemonStatus(
+            info=self.info(),
+            models=self._pool.loaded(),
+            requests=requests,
+            counts={"live": len(requests), **self._generations.counts},
+            memory={"footprint_bytes": _footprint_bytes()},
+            cache={"enabled": False},
+        )
+
+    def request_shutdown(self, grace_s: float | None) -> None:
+        """From now on new work is refused; what runs has its grace."""
+        self._closing = True
+        self._generations.refuse_new()
+        self._on_shutdown(grace_s)
+
+    # -- models -------------------------------------------------------------------------------------------------------
+
+    async def list_models(self) -> Sequence[ModelEntry]:
+        return await self._pool.entries()
+
+    async def load_model(self, model: str, options: LoadOptions, progress: ProgressSink) -> ModelEntry:
+        self._check_open()
+        return await self._pool.load(model, options, progress)
+
+    async def unload_model(self, model: str, *, now: bool) -> Unloaded:
+        return await self._pool.unload(model, now=now)
+
+    async def pull_model(self, source: str, name: str | None, progress: ProgressSink) -> ModelEntry:
+        """Gets a model into the home. Cancelled, it stops between two chunks and leaves nothing half done."""
+        self._check_open()
+        loop = asyncio.get_running_loop()
+        given_up = threading.Event()
+
+        def report(at: Progress) -> None:
+            loop.call_soon_threadsafe(progress, at)
+
+        work = functools.partial(
+            pull, source, name, models_dir=Path(self._paths.models_dir), progress=report, cancelled=given_up.is_set
+        )
+        try:
+            path = await asyncio.to_thread(work)
+        finally:
+            given_up.set()
+        return await self._pool.entry(str(path))
+
+    # -- generating ---------------------------------------------------------------------------------------------------
+
+    def generate(self, request: GenerateRequest) -> Generation:
+        return self._generations.start(request)
+
+    async def tokenize(self, model: str, prompt: Prompt) -> Sequence[int]:
+        self._check_open()
+        async with self._pool.lease(model, autoload=True, progress=_quiet) as engine:
+            return await engine.token_ids(prompt)
+
+    async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
+        self._check_open()
+        async with self._pool.lease(model, autoload=True, progress=_quiet) as engine:
+            return await engine.text(token_ids)
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise ShuttingDown
+
+
+def build_service(settings: Settings, paths: Paths, on_shutdown: OnShutdown) -> Service:
+    """The parts of one daemon, put together."""
+    catalog = Catalog(_roots(settings, paths), allow_remote_code=settings.models.allow_remote_code)
+    engine = settings.engine
+    limits = SchedulerLimits(
+        max_batch=engine.max_batch,
+        max_queue=engine.max_queue,
+        prefill_chunk=engine.prefill_chunk,
+        max_decode_stall_ms=engine.max_decode_stall_ms,
+        max_chunk_ms=engine.max_chunk_ms,
+    )
+    pool = Pool(catalog, MlxBackend(limits), autoload=settings.models.autoload, ttl_s=settings.models.ttl_s)
+    return Service(pool, paths, on_shutdown)
+
+
+def _roots(settings: Settings, paths: Paths) -> list[Root]:
+    from huggingface_hub.constants import HF_HUB_CACHE  # the library knows which variables move its cache
+
+    own = Root(Path(paths.models_dir), "home")
+    return [own, Root(Path(HF_HUB_CACHE), "huggingface"), *(Root(Path(dir)) for dir in settings.models.dirs)]
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm", "mlx-vlm")}
+
+
+def _footprint_bytes() -> int:
+    import psutil  # not needed to start
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def _quiet(_: Progress) -> None:
+    """For methods whose answer is quick once the model is loaded."""
