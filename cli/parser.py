@@ -48,6 +48,7 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=_formatter,
         )
+        self.color = False  # from Python 3.14 on, help has escape codes otherwise
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
         action = super().add_argument(*names, **options)
