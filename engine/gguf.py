@@ -46,7 +46,7 @@ def _failure(source: Path, verdict: dict[str, object], ended: Ended) -> OmlxErro
             return ModelLoadFailed(str(source), f"not a usable GGUF file: {reason}", _HINT)
         case {"unsupported": [str(what), str(reason)]}:
             return Unsupported(what, reason)
-        case {"storage": [str(path), str(reason), *_]}:
+        case {"storage": [str(path), str(reason)]}:
             return StorageFailed(path, reason)
     return ModelLoadFailed(str(source), f"the GGUF converter {_death(ended)}", _HINT)
 

@@ -7,7 +7,9 @@ bytes) and last how it ended: `ok`, `bad`, `unsupported` or `storage`.
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +17,12 @@ from pathlib import Path
 import mlx.core as mx
 
 from omlxd.engine.api import Unsupported
-from omlxd.engine.gguf_header import BadGguf, UnknownTensorType, read_header
+from omlxd.engine.gguf_header import TYPES, BadGguf, UnknownTensorType, read_header
 from omlxd.engine.gguf_llama import mlx_config, mlx_name
 from omlxd.engine.gguf_tokenizer import write_tokenizer
 
 Report = Callable[[int, int], None]
+_IMPORTED = f"{', '.join(kind.name for kind in TYPES.values())} are imported"
 
 
 def convert(source: Path, folder: Path, report: Report) -> None:
@@ -46,13 +49,24 @@ def _write_weights(source: Path, target: Path, report: Report) -> None:
         weights[mlx_name(name)] = array
         done += array.nbytes
         report(min(done, total), total)
-    mx.save_safetensors(str(target), weights, {"format": "mlx"})
+    _save(target, weights, total)
     report(total, total)
 
 
+def _save(target: Path, weights: dict[str, mx.array], num_bytes: int) -> None:
+    try:
+        mx.save_safetensors(str(target), weights, {"format": "mlx"})
+    except RuntimeError as error:  # MLX does not say why it could not write
+        free = shutil.disk_usage(target.parent).free
+        reason = f"{num_bytes} bytes could not be written, {free} are free; free some space and pull again"
+        raise OSError(errno.EIO, reason, str(target)) from error
+
+
 def _narrowed(array: mx.array, dtype: mx.Dtype) -> mx.array:
-    """GGUF keeps norms in fp32 whatever the rest is; one such norm makes every activation after it fp32, which halves
-    the speed on Metal. Narrowed only where no value changes."""
+    """GGUF keeps norms in fp32 whatever the rest is; one such norm makes every activation after it fp32, twice as wide.
+
+    Narrowed only where no value changes.
+    """
     if array.dtype != mx.float32 or dtype == mx.float32:
         return array
     narrow = array.astype(dtype)
@@ -78,12 +92,10 @@ def main(source: str, folder: str) -> None:
     except Unsupported as error:
         _say(unsupported=[error.fields["what"], error.fields["reason"]])
     except OSError as error:
-        _say(storage=[str(error.filename or folder), error.strerror or str(error), error.errno])
+        _say(storage=[str(error.filename or folder), error.strerror or str(error)])
     else:
         _say(ok=True)
 
-
-_IMPORTED = "F32, F16, Q4_0, Q4_1 and Q8_0 are imported"
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

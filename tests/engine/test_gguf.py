@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 
-from omlxd.engine.api import LoadOptions, ModelLoadFailed, OmlxError, Progress, Unsupported
+from omlxd.engine.api import LoadOptions, ModelLoadFailed, OmlxError, Progress, StorageFailed, Unsupported
 from omlxd.engine.catalog import Catalog
 from omlxd.engine.child import run_child
 from omlxd.engine.gguf import import_gguf
@@ -262,6 +262,15 @@ def test_a_file_that_is_not_there_is_a_storage_failure(tmp_path):
     with pytest.raises(OmlxError) as failed:
         import_gguf(tmp_path / "absent", tmp_path, progress=lambda _: None, check=never)
     assert failed.value.kind == "storage_failed"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_weights_that_cannot_be_written_are_a_storage_failure_with_the_numbers(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to("/dev/full")
+    with pytest.raises(StorageFailed, match=r"[0-9]+ bytes could not be written, [0-9]+ are free"):
+        import_gguf(tiny().write(tmp_path / "f"), folder, progress=lambda _: None, check=never)
 
 
 # The process
