@@ -6,7 +6,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
 PIP_LOCKED := $(PIP) install --require-hashes --no-build-isolation
 PYTHON = $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
-PROMPT = Why is the sky blue? Answer in two sentences.
+PROMPT = What is the capital of France, and what is it known for?
 
 # As it was typed: a dollar sign in it is no variable of make's, a quote none of the shell's.
 DEMO_PROMPT := $(value PROMPT)

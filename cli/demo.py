@@ -42,11 +42,11 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         with _environment() as env, _daemon(env):
-            _say("fetching the demo model (98 MB, once)")
+            _say("fetching the demo model (98 MB, the first time)")
             code = _omlxctl(env, "pull", "demo")
             if code == 0:
                 _say(f"asking {MODEL}: {prompt}\n")
-                code = _omlxctl(env, "run", "--", MODEL, prompt)
+                code = _omlxctl(env, "run", "--temperature", "0", "--max-tokens", "256", "--", MODEL, prompt)
     except KeyboardInterrupt:
         return 130
     if code == 0:
@@ -77,8 +77,8 @@ def _daemon(env: Mapping[str, str]) -> Iterator[None]:
         return
     # A session of its own: Ctrl-C is for the answer first, and then for us, who end the daemon.
     daemon = subprocess.Popen(_DAEMON, env=env, start_new_session=True)
-    _say(f"started omlxd (pid {daemon.pid}, log {paths.log_file})")
     try:
+        _say(f"started omlxd (pid {daemon.pid}, log {paths.log_file})")
         _wait(daemon, paths)
         yield
     finally:
