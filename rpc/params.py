@@ -31,6 +31,7 @@ P = TypeVar("P", bound=Struct)
 MAX_SEED: Final = 2**63 - 1
 MAX_STOPS: Final = 16
 MAX_LOGPROBS: Final = 20
+NESTED: Final = "is nested too deeply"
 DEFAULT_MAX_TOKENS: Final = Stopping().max_tokens
 
 Text = Annotated[str, Meta(min_length=1)]
@@ -288,16 +289,22 @@ def _thinking(given: ThinkingParams | None) -> Thinking | None:
 
 
 def _mapping(given: ResponseFormat | None) -> dict[str, Any] | None:
-    return None if given is None else msgspec.to_builtins(given)
+    try:
+        return None if given is None else msgspec.to_builtins(given)
+    except RecursionError:
+        raise InvalidParams("response_format", NESTED) from None
 
 
 def decode_params(params: type[P], text: Raw | None) -> P:
     """`text` as `params`. Absent, null, {} and [] are all no parameters. Raises InvalidParams."""
-    given = _named(text)
     try:
-        decoded: P = _decoder(params).decode(given)
-    except (msgspec.DecodeError, RecursionError) as exc:
-        raise _explained(params, given, exc) from None
+        given = _named(text)
+        try:
+            decoded: P = _decoder(params).decode(given)
+        except msgspec.DecodeError as exc:
+            raise _explained(params, given, exc) from None
+    except RecursionError:
+        raise InvalidParams("params", NESTED) from None
     return decoded
 
 
@@ -334,8 +341,6 @@ def _explained(params: type[Struct], text: bytes | Raw, cause: Exception) -> Inv
             msgspec.json.decode(given[name], type=field.type)
         except msgspec.DecodeError as exc:
             return InvalidParams(name, f"{exc}; takes {_description(field.type)}")
-        except RecursionError:
-            return InvalidParams(name, "is nested too deeply")
     return InvalidParams("params", str(cause))
 
 

@@ -202,6 +202,25 @@ async def test_the_end_of_serving_closes_connections_and_cancels_requests(path: 
     assert path.exists()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can call as somebody else")
+async def test_another_user_is_turned_away_before_a_byte_is_read(
+    backend: FakeBackend, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(backend, path) as running, running.peer() as peer:
+        path.chmod(0o666)
+        path.parent.chmod(0o755)
+        with socket.socket(socket.AF_UNIX) as stranger:
+            os.seteuid(65534)
+            try:
+                stranger.connect(str(path))
+            finally:
+                os.seteuid(0)
+            stranger.setblocking(False)
+            assert await is_closed(stranger)
+        assert "user 65534" in caplog.text
+        assert await peer.result("ping") == "pong"
+
+
 @contextmanager
 def few_files(count: int) -> Iterator[None]:
     """Room for `count` more open files."""

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from omlxd.rpc.connection import RpcLimits
-from omlxd.rpc.envelope import leading_id
+from omlxd.rpc.envelope import Request, leading_id, read_frame
 from tests.fakes import FakeBackend
 from tests.rpc.peers import Peer, serving
 
@@ -152,6 +154,18 @@ async def test_large_frames_pass_both_ways(backend: FakeBackend, path: Path) -> 
     prompt = "x" * 3_000_000
     async with serving(backend, path) as running, running.peer() as peer:
         assert (await peer.result("generate.complete", model="tiny", prompt=prompt))["text"] == prompt
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["jsonrpc", "id", "method", "params", "x"]), inner),
+)
+
+
+@given(frame=st.binary(min_size=1) | JSON.map(lambda value: json.dumps(value).encode()))
+def test_whatever_the_bytes_are_they_are_read_or_refused(frame: bytes) -> None:
+    for member in read_frame(frame).members:
+        assert isinstance(member, Request) or (member.error.code in (-32700, -32600) and json.loads(member.id) != [])
 
 
 def test_the_id_of_half_a_request_is_found_only_where_it_is_surely_its_own() -> None:

@@ -147,11 +147,11 @@ def test_what_is_unknown_is_refused_also_where_nothing_is_taken() -> None:
         decode_params(NoParams, Raw(b'{"verbose":true}'))
 
 
-def test_deep_nesting_within_a_parameter_is_refused() -> None:
-    deep = b"[" * 900 + b"]" * 900
-    text = b'{"model":"a","messages":[{"role":"user","content":"x","y":%b}],"chat_template_kwargs":1}' % deep
+@pytest.mark.parametrize("depth", [500, 900, 5000])
+@pytest.mark.parametrize("params", [b'{"x":%b}', b"%b", b'{"model":"a","prompt":"b","response_format":%b}'])
+def test_deep_nesting_is_refused_whatever_gives_way_first(depth: int, params: bytes) -> None:
     with pytest.raises(InvalidParams):
-        decode_params(ChatParams, Raw(text))
+        decode_params(CompleteParams, Raw(params % (b"[" * depth + b"]" * depth)))
 
 
 @pytest.mark.parametrize(
