@@ -18,9 +18,9 @@ from msgspec import Raw
 
 from omlxd.engine.api import Cancelled, OmlxError
 from omlxd.rpc.calls import Call
+from omlxd.rpc.decoding import decode_params
 from omlxd.rpc.errors import ErrorBody, internal_error, method_not_found, of_cancelled, of_failure
 from omlxd.rpc.methods import Method
-from omlxd.rpc.params import decode_params
 from omlxd.rpc.wire import encode
 
 log = logging.getLogger("omlxd.rpc")

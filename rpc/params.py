@@ -1,16 +1,15 @@
 """The parameters of every method, as the wire has them, and what they become for the rest of the daemon.
 
-Stateless. Decoding is strict: a field that is unknown, of another type or out of range is `InvalidParams`, which names
-it and says what it takes. A null stands for the default wherever there is one.
+Stateless. Types are exact and ranges are in the types; every field says what it takes, for the OpenRPC document and for
+the refusal of anything else. A null stands for the default wherever there is one.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Struct
 
 from omlxd.engine.api import (
     ChatPrompt,
@@ -26,12 +25,9 @@ from omlxd.engine.api import (
 )
 from omlxd.rpc.messages import checked_messages, checked_tool_choice, checked_tools
 
-P = TypeVar("P", bound=Struct)
-
 MAX_SEED: Final = 2**63 - 1
 MAX_STOPS: Final = 16
 MAX_LOGPROBS: Final = 20
-NESTED: Final = "is nested too deeply"
 DEFAULT_MAX_TOKENS: Final = Stopping().max_tokens
 
 Text = Annotated[str, Meta(min_length=1)]
@@ -41,7 +37,7 @@ Token = int | str
 
 
 def _takes(text: str) -> Meta:
-    """What a parameter takes, for the OpenRPC document and for the error about a value that is something else."""
+    """What a parameter takes, in words."""
     return Meta(description=text)
 
 
@@ -292,58 +288,4 @@ def _mapping(given: ResponseFormat | None) -> dict[str, Any] | None:
     try:
         return None if given is None else msgspec.to_builtins(given)
     except RecursionError:
-        raise InvalidParams("response_format", NESTED) from None
-
-
-def decode_params(params: type[P], text: Raw | None) -> P:
-    """`text` as `params`. Absent, null, {} and [] are all no parameters. Raises InvalidParams."""
-    try:
-        given = _named(text)
-        try:
-            decoded: P = _decoder(params).decode(given)
-        except msgspec.DecodeError as exc:
-            raise _explained(params, given, exc) from None
-    except RecursionError:
-        raise InvalidParams("params", NESTED) from None
-    return decoded
-
-
-@cache
-def _decoder(params: type[P]) -> msgspec.json.Decoder[P]:
-    return msgspec.json.Decoder(params)
-
-
-def _named(text: Raw | None) -> bytes | Raw:
-    first = b"" if text is None else bytes(memoryview(text)[:1])
-    if text is None or first == b"n":
-        return b"{}"
-    if first == b"{":
-        return text
-    if first == b"[" and not msgspec.json.decode(text, type=list[Raw]):
-        return b"{}"
-    raise InvalidParams("params", "parameters are named: an object, not a list or a single value")
-
-
-def _explained(params: type[Struct], text: bytes | Raw, cause: Exception) -> InvalidParams:
-    """Which field is at fault. Found by decoding field by field, so that no message has to be taken apart."""
-    given = msgspec.json.decode(text, type=dict[str, Raw])
-    fields = {field.encode_name: field for field in msgspec.structs.fields(params)}
-    for name in given:
-        if name not in fields:
-            known = ", ".join(sorted(fields)) or "none"
-            return InvalidParams(name, f"is not a parameter of this method; it takes {known}")
-    for name, field in fields.items():
-        if name not in given:
-            if field.required:
-                return InvalidParams(name, f"is missing; takes {_description(field.type)}")
-            continue
-        try:
-            msgspec.json.decode(given[name], type=field.type)
-        except msgspec.DecodeError as exc:
-            return InvalidParams(name, f"{exc}; takes {_description(field.type)}")
-    return InvalidParams("params", str(cause))
-
-
-def _description(kind: Any) -> str:
-    meta: Meta = kind.__metadata__[-1]
-    return meta.description or ""
+        raise InvalidParams("response_format", "is nested too deeply") from None

@@ -19,8 +19,9 @@ from omlxd.engine.api import (
     Thinking,
     TokenPrompt,
 )
+from omlxd.rpc.decoding import decode_params
 from omlxd.rpc.methods import METHODS
-from omlxd.rpc.params import ChatParams, CompleteParams, LoadParams, NoParams, TokenizeParams, decode_params
+from omlxd.rpc.params import ChatParams, CompleteParams, LoadParams, NoParams, TokenizeParams
 
 USER = {"role": "user", "content": "hi"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
