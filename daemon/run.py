@@ -68,12 +68,12 @@ async def run(listener: Listener, settings: Settings, build: Callable[[OnShutdow
         await service.start()
         _log.info("ready at %s", listener.path)
         await end.wanted.wait()
-        await _end(server, service, end)
+        await _wind_up(server, service, end)
         tasks.cancel_scope.cancel()
     _log.info("stopped")
 
 
-async def _end(server: Server, service: Service, end: _End) -> None:
+async def _wind_up(server: Server, service: Service, end: _End) -> None:
     with end.grace:
         await server.drain()
     if end.grace.cancelled_caught:

@@ -192,6 +192,15 @@ def test_a_daemon_in_the_background_logs_to_its_file_alone_as_json_if_asked(home
     assert lines[-1]["message"] == "stopped"
 
 
+def test_a_bug_at_the_start_is_logged_has_a_code_of_its_own_and_leaves_no_socket(home: Path, tmp_path: Path):
+    (tmp_path / "jsonrpcserver.py").write_text("raise RuntimeError('broken installation')\n")
+    code, said = refused(home, PYTHONPATH=str(tmp_path))
+    assert (code, "RuntimeError: broken installation" in said) == (70, True)
+    assert said.split("Traceback")[0].endswith("ERROR omlxd.daemon.main: the daemon failed\n")
+    assert "broken installation" in (home / "logs" / "omlxd.log").read_text()
+    assert not (home / "omlxd.sock").exists()
+
+
 def test_the_way_to_the_socket_imports_nothing_that_takes_long():
     code = "import sys; import omlxd.daemon.main; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split()

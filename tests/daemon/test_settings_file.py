@@ -105,3 +105,20 @@ def test_a_reader_sees_the_old_or_the_new_file_never_a_part(config: Path):
         set_key(str(config), "engine.max_batch", "8")
         assert reader.read() == settings.default_file()
     assert config.stat().st_ino != before
+
+
+def test_a_writer_killed_at_any_moment_leaves_a_whole_file_and_no_lock(config: Path):
+    code = (
+        "import itertools, sys; from omlxd.daemon.settings_file import set_key\n"
+        "for i in itertools.count(1): set_key(sys.argv[1], 'engine.max_queue', str(i)); print(i, flush=True)"
+    )
+    for round in range(1, 4):
+        writer = subprocess.Popen([sys.executable, "-c", code, str(config)], stdout=subprocess.PIPE)
+        assert writer.stdout is not None
+        for _ in range(3 * round):
+            last = writer.stdout.readline()
+        writer.kill()
+        writer.communicate()
+        assert load(str(config), {}).engine.max_queue >= int(last)
+        set_key(str(config), "log.keep", str(round))
+        assert load(str(config), {}).log.keep == round

@@ -29,7 +29,9 @@ def venv(tmp_path: Path) -> Path:
 
 
 def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "OMLXD_", "PROMPT"))}
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "OMLXD_", "PROMPT"))
+    }
     return subprocess.run(["make", *arguments], cwd=ROOT, env={**clean, **variables}, capture_output=True, text=True)
 
 
