@@ -98,7 +98,8 @@ def default_model(context: Context, entries: Sequence[Entry]) -> str:
     if not usable:
         raise CliError("there is no model yet; `omlxctl pull demo` fetches a small one")
     raise UsageError(
-        f"which model? name one, or set models.default; there are {', '.join(usable)}", data={"kind": UsageError.kind, "models": usable}
+        f"which model? name one, or set models.default; there are {', '.join(usable)}",
+        data={"kind": UsageError.kind, "models": usable},
     )
 
 

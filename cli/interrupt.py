@@ -17,15 +17,16 @@ _WAIT_S = 2.0
 
 
 class CancelOnInterrupt:
-    """While entered, SIGINT cancels `call` instead of raising; `pressed` tells. Leaving restores what was before.
+    """While entered, SIGINT cancels the watched call instead of raising; `pressed` tells. Leaving restores what was.
 
     The handler only sends: a KeyboardInterrupt in the middle of reading could lose half a message. A second Ctrl-C, or
-    an answer that does not come within two seconds, raises KeyboardInterrupt after all.
+    an answer that does not come within two seconds, raises KeyboardInterrupt after all. To be entered before the
+    request is sent, so that there is no moment in which it runs and cannot be cancelled.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self) -> None:
         self.pressed = False
-        self._call = call
+        self._call: Call | None = None
         self._ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as for `omlxctl ... &` in a script
 
     def __enter__(self) -> CancelOnInterrupt:
@@ -42,9 +43,17 @@ class CancelOnInterrupt:
             signal.signal(signal.SIGALRM, self._alarm_before)
             signal.signal(signal.SIGINT, self._before)
 
+    def watch(self, call: Call) -> Call:
+        """Makes `call` the one that Ctrl-C cancels; at once, if it was pressed while the request was being sent."""
+        self._call = call
+        if self.pressed:
+            call.cancel()
+        return call
+
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
         if self.pressed:
             raise KeyboardInterrupt
         self.pressed = True
         signal.setitimer(signal.ITIMER_REAL, _WAIT_S)  # before cancelling: a daemon that reads nothing blocks that too
-        self._call.cancel()
+        if self._call is not None:
+            self._call.cancel()

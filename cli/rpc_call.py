@@ -6,11 +6,10 @@ import argparse
 import json
 
 from omlxd.cli.context import Context
-from omlxd.cli.errors import CANCELLED_CODE, DONE, Interrupted, UsageError
+from omlxd.cli.errors import DONE, UsageError
 from omlxd.cli.generation import checked, read_stdin
-from omlxd.cli.interrupt import CancelOnInterrupt
 from omlxd.cli.parser import Parser
-from omlxd.rpc.client import RpcError
+from omlxd.cli.work import interruptible
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,18 +26,15 @@ class Rpc:
     def run(self, context: Context, given: argparse.Namespace) -> int:
         console = context.console
         params = None if given.params is None else _params(given.params)
-        noted = lambda *message: console.note(json.dumps(message))  # noqa: E731
-        with context.connect_or_start(on_notification=noted) as client:
-            call = client.start(checked(given.method, "METHOD"), params)
-            with CancelOnInterrupt(call) as interrupt:
-                try:
-                    for value in call:
-                        console.note(json.dumps(value))
-                    result = call.result()
-                except RpcError as error:
-                    if interrupt.pressed and error.code == CANCELLED_CODE:
-                        raise Interrupted(error.data) from error
-                    raise
+
+        def show(value: Any) -> None:
+            console.note(json.dumps(value))
+
+        def show_notification(method: str, params: Any) -> None:
+            show({"method": method, "params": params})
+
+        with context.connect_or_start(on_notification=show_notification) as client:
+            result = interruptible(client, checked(given.method, "METHOD"), params, show)
         if console.json:
             console.document(result)
         else:

@@ -85,7 +85,7 @@ def _facts(status: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("mlx", f"{info['mlx']}, mlx-lm {info['mlx_lm']}, mlx-vlm {info['mlx_vlm']}"),
         ("home", info["home"]),
         ("socket", info["socket"]),
-        ("models", f"{len(status['models'])} known, {len(_in_memory(status))} in memory"),
+        ("models", f"{len(_in_memory(status))} in memory"),
         ("requests", ", ".join(f"{count} {name}" for name, count in status["counts"].items()) or "none yet"),
     ]
     footprint = status["memory"].get("footprint_bytes")

@@ -17,7 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    Show = Callable[[dict[str, Any]], None]
+    Take = Callable[[dict[str, Any]], None]
 
 _PROGRESS_TOKEN = "progress"
 _IN_BYTES = {"download", "load"}
@@ -30,33 +30,44 @@ def perform(
     params: Mapping[str, Any],
     console: Console,
     *,
-    show: Show | None = None,
+    show: Take | None = None,
     with_progress: bool = True,
 ) -> Any:
     """The result of a request that may take long; `show` is given its deltas, and without it none are asked for.
 
-    `with_progress` is for methods that report it; the others refuse the parameter.
-
-    Raises RpcError, DaemonUnreachable; Interrupted after Ctrl-C, once the daemon has said that it stopped.
+    `with_progress` is for methods that report it; the others refuse the parameter. Raises as `interruptible` does.
     """
     wanted: dict[str, Any] = {"stream": True} if show is not None else {}
     if show is None and with_progress:
         wanted = {"workDoneToken": _PROGRESS_TOKEN}
-    call = client.start(method, {**params, **wanted})
-    with CancelOnInterrupt(call) as interrupt:
+
+    def take(value: dict[str, Any]) -> None:
+        if value["kind"] == "progress":
+            console.progress(describe(value))
+        elif show is not None:
+            show(value)
+
+    try:
+        return interruptible(client, method, {**params, **wanted}, take)
+    finally:
+        console.clear_progress()
+
+
+def interruptible(client: Client, method: str, params: Any, take: Take) -> Any:
+    """The result of a request that Ctrl-C cancels; `take` is given the values of its `$/progress`.
+
+    Raises RpcError, DaemonUnreachable; Interrupted after Ctrl-C, once the daemon has said that it stopped.
+    """
+    with CancelOnInterrupt() as interrupt:
         try:
+            call = interrupt.watch(client.start(method, params))
             for value in call:
-                if value["kind"] == "progress":
-                    console.progress(describe(value))
-                elif show is not None:
-                    show(value)
+                take(value)
             result = call.result()
         except RpcError as error:
             if interrupt.pressed and error.code == CANCELLED_CODE:
                 raise Interrupted(error.data) from error
             raise
-        finally:
-            console.clear_progress()
     if interrupt.pressed:  # too late to stop the request, but a script's loop is to end
         raise Interrupted
     return result

@@ -113,7 +113,7 @@ def test_ps_with_nothing_in_memory_says_so_beside_the_result(home: Home, daemon:
 def test_status_is_one_reading_for_people_and_programs(home: Home, busy: Daemon) -> None:
     lines = home.run("status").text.splitlines()
     assert lines[0] == "daemon    omlxd 0.1.0, protocol 1, pid 42"
-    assert "models    2 known, 1 in memory" in lines
+    assert "models    1 in memory" in lines
     document = home.run("status", "--json").document
     assert document["info"]["pid"] == 42
     assert document["client"]["protocol"] == 1
