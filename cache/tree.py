@@ -98,6 +98,7 @@ class PrefixTree:
         self._block_size = block_size
         self._needs = needs
         self._recurrent = recurrent
+        self.closed = False  # nothing may be linked any more
         self._first: Children[Block] = Children()
 
     # -- matching -----------------------------------------------------------------------------------------------------
@@ -273,6 +274,13 @@ class PrefixTree:
             found.append(block)
             found.extend(block.checkpoints.values())
         return found[::-1]
+
+    def clear(self) -> list[Block | Checkpoint]:
+        """Takes everything out, pinned or not, and returns it, for its arrays to be dropped after the lock."""
+        gone = self.entries()
+        for entry in gone:
+            self._tier.remove_locked(entry)
+        return gone
 
     def check(self) -> None:
         """Raises CacheInvariantError unless every block has its parent and every entry its bytes."""

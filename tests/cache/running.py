@@ -5,16 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache as memoized
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
+
 from omlxd.cache.hot import HotTier
 from omlxd.cache.keys import MediaSpan
 from omlxd.cache.layouts import ModelLayout
 from omlxd.cache.prefix import Hit, PrefixCache
-
 from tests.models import VOCABULARY, build, cold_run
 
 BLOCK = 16
@@ -28,12 +28,12 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [draw.randrange(VOCABULARY) for _ in range(length)]
 
 
-@lru_cache(maxsize=None)
+@memoized
 def model(name: str, seed: int = 0) -> nn.Module:
     return build(name, seed)
 
 
-@lru_cache(maxsize=None)
+@memoized
 def _oracle(name: str, tokens: tuple[int, ...], n: int) -> tuple[list[int], mx.array]:
     return cold_run(model(name), tokens, n)
 
@@ -59,7 +59,7 @@ class Run:
 
 
 def prefill(net: nn.Module, cache: PrefixCache, tokens: Sequence[int], hit: Hit, *, chunk: int, media=()) -> mx.array:
-    """Computes what the hit lacks, publishing after each chunk with a checkpoint at its end; returns the last logits."""
+    """Computes what the hit lacks, publishing (with a checkpoint) after each chunk; returns the last logits."""
     for start in range(hit.num_tokens, len(tokens), chunk):
         stop = min(len(tokens), start + chunk)
         logits = net(mx.array(tokens[start:stop])[None], cache=hit.caches)

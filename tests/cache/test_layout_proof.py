@@ -55,7 +55,8 @@ def test_a_conversation_goes_on_from_the_end_of_the_answer(name):
     cache = new_cache(name)
     answer = generate(name, cache, ASKED, chunk=32)
     longer = [*answer.tokens, *prompt(9, seed=1)]
-    assert (turn := generate(name, cache, longer, chunk=5)).cached_tokens == len(answer.tokens)
+    turn = generate(name, cache, longer, chunk=5)
+    assert turn.cached_tokens == len(answer.tokens)
     assert_cold(name, longer, turn)
 
 

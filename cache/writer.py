@@ -1,0 +1,274 @@
+"""Putting a request's state into the prefix tree: cutting, making room, linking, evaluating, in this order.
+
+Belongs to one PrefixCache and works on the model's engine thread. What is to be cut is decided and what was cut is
+linked under the hot tier's lock; cutting and evaluating happen outside it. Between the two, everything that the work
+builds on is pinned. Caches are read and left as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from omlxd.cache.errors import CacheInvariantError
+from omlxd.cache.hot import Entry, HotTier
+from omlxd.cache.keys import BlockSpec, MediaSpan, chain, pack
+from omlxd.cache.layouts import Held, Leaf, ModelLayout, State
+from omlxd.cache.pieces import Piece, completed, cut
+from omlxd.cache.store import BlockStore, StoredBlock, StoredCheckpoint
+from omlxd.cache.tree import Block, Checkpoint, PrefixTree, block_nbytes
+
+
+@dataclass(slots=True)
+class WriterCounts:
+    """Since the cache was opened. `refused` are blocks and checkpoints for which there was no room."""
+
+    blocks: int = 0
+    checkpoints: int = 0
+    refused: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A block to be cut: new, or the stored `block`, whose gaps may now be filled.
+
+    `donor` are the pieces of a block whose first `shared` tokens are the same.
+    """
+
+    spec: BlockSpec
+    block: Block | None = None
+    donor: Sequence[Piece] = ()
+    shared: int = 0
+
+
+class Writer:
+    """The writing half of a PrefixCache; its public methods are explained there."""
+
+    def __init__(
+        self,
+        *,
+        root: bytes,
+        layout: ModelLayout,
+        tier: HotTier,
+        tree: PrefixTree,
+        block_size: int,
+        store: BlockStore | None,
+    ) -> None:
+        self.counts = WriterCounts()
+        self._root = root
+        self._layout = layout
+        self._tier = tier
+        self._tree = tree
+        self._block_size = block_size
+        self._store = store
+
+    def publish(self, tokens: Sequence[int], caches: Sequence[Leaf], upto: int, media: Sequence[MediaSpan] = ()) -> int:
+        if not self._layout.sliceable:
+            return 0  # nothing can be cut: such a model stores blocks with its checkpoints
+        path, new = self._publish(tokens, caches, upto, media)
+        self.release(path)
+        return new
+
+    def checkpoint(
+        self, tokens: Sequence[int], caches: Sequence[Leaf], position: int, media: Sequence[MediaSpan] = ()
+    ) -> bool:
+        if not self._layout.recurrent or position < 1:
+            self.publish(tokens, caches, position, media)
+            return False
+        if any(held.stop != position for held in self._layout.held(caches, position)):
+            raise CacheInvariantError(f"a checkpoint at {position} was asked of caches that stand elsewhere")
+        path, _ = self._publish(tokens, caches, position, media)
+        stored = self._attach(path, self._specs(tokens[:position], media), caches)
+        self.release(path)
+        return stored
+
+    def release(self, entries: Sequence[Block | Checkpoint]) -> None:
+        """Ends pins, and evicts what had no room but for them."""
+        with self._tier.lock:
+            for entry in entries:
+                self._tier.unpin_locked(entry)
+            for entry in entries:
+                if isinstance(entry, Block):
+                    self._tree.tidy(entry)
+            _, gone = self._tier.make_room_locked(0)
+        del gone  # outside the lock: this frees arrays
+
+    def _publish(
+        self, tokens: Sequence[int], caches: Sequence[Leaf], upto: int, media: Sequence[MediaSpan]
+    ) -> tuple[list[Block], int]:
+        """The stored blocks of the first `upto` tokens, all pinned once, and how many were cut now."""
+        held = self._layout.held(caches, upto)
+        specs = self._specs(tokens[:upto], media)
+        with self._tier.lock:
+            if self._tree.closed or not self._tier.budget_locked:
+                return [], 0
+            path, jobs = self._plan(specs)
+            for block in path:
+                self._tier.touch_locked(block)
+                self._tier.pin_locked(block)
+        cuts = [(job, _pieces(job, held)) for job in jobs]
+        changed = self._linked(path, cuts)
+        self._computed(changed)
+        return path, len(changed)
+
+    def _plan(self, specs: Sequence[BlockSpec]) -> tuple[list[Block], list[_Job]]:
+        """The blocks that are there already, and what is to be cut, both in order."""
+        path: list[Block] = []
+        jobs: list[_Job] = []
+        for spec in specs:
+            block = self._tree.covering(path, spec)
+            if block is None:
+                donor, run = self._tree.donor(path, spec) or (None, 0)
+                missing = [_Job(spec, None, donor.pieces if donor else (), run)]
+                return path, [*jobs, *missing, *(_Job(later) for later in specs[len(path) + 1 :])]
+            if block.gaps and block.spec.key != spec.key:  # longer than this partial block, and worse
+                return path, [*jobs, _Job(spec, None, block.pieces, spec.num_tokens)]
+            if block.gaps:
+                jobs.append(_Job(spec, block, block.pieces, spec.num_tokens))
+            path.append(block)
+        return path, jobs
+
+    def _linked(self, path: list[Block], cuts: Sequence[tuple[_Job, list[Piece]]]) -> list[Block]:
+        """Makes room for the cut blocks and links them, as far as they fit. Extends `path`; what is new is pinned."""
+        changed: list[Block] = []
+        gone: list[Entry] = []
+        with self._tier.lock:
+            for job, pieces in cuts:
+                if job.block is not None and not _better(pieces, job.block):
+                    continue
+                before = job.block.nbytes if job.block else 0
+                fits, evicted = self._tier.make_room_locked(block_nbytes(job.spec, pieces) - before)
+                gone += evicted
+                if not fits:
+                    self.counts.refused += 1
+                    break
+                if self._tree.closed or (path and not path[-1].alive):
+                    break  # the model's cache was closed or cleared meanwhile
+                changed.append(self._link(path, job, pieces))
+        del gone  # outside the lock: this frees arrays
+        return changed
+
+    def _link(self, path: list[Block], job: _Job, pieces: Sequence[Piece]) -> Block:
+        if job.block is not None:
+            self._tree.replace(job.block, pieces)
+            return job.block
+        block = self._tree.link(path, job.spec, pieces)
+        self._tier.pin_locked(block)
+        path.append(block)
+        return block
+
+    def _computed(self, changed: Sequence[Block]) -> None:
+        """Evaluates what was linked, so that other threads may read it. If that fails, nothing of the model is kept."""
+        done = False
+        try:
+            mx.eval([piece.arrays for block in changed for piece in block.pieces])
+            done = True
+        finally:
+            if not done:
+                with self._tier.lock:
+                    self._tree.clear()
+        self.counts.blocks += len(changed)
+        if self._store is not None:
+            for block in changed:
+                self._store.offer(StoredBlock(self._parent_key(block), block.spec, block.pieces))
+
+    def _attach(self, path: Sequence[Block], specs: Sequence[BlockSpec], caches: Sequence[Leaf]) -> bool:
+        """Hangs the caches' recurrent state on the last of the blocks, unless it is there or has no room."""
+        if len(path) < len(specs):
+            return False
+        spec, block = specs[-1], path[-1]
+        with self._tier.lock:
+            there = block.checkpoints.get(spec.stop)
+            if there is not None and there.alive:
+                self._tier.touch_locked(there)
+                return True
+        states = self._layout.checkpoint(caches)
+        mx.eval(states)
+        nbytes = _states_nbytes(states)
+        with self._tier.lock:
+            fits, gone = self._tier.make_room_locked(nbytes)
+            stored = fits and block.alive and not self._tree.closed
+            if stored:
+                self._tree.attach(block, spec, states, nbytes)
+        del gone
+        self.counts.checkpoints += stored
+        self.counts.refused += not stored
+        if stored and self._store is not None:
+            self._store.offer(StoredCheckpoint(self._parent_key(block), spec, states))
+        return stored
+
+    def adopt(
+        self,
+        tokens: Sequence[int],
+        records: Sequence[StoredBlock | StoredCheckpoint],
+        media: Sequence[MediaSpan] = (),
+    ) -> int:
+        specs = self._specs(tokens, media)
+        adopted: list[Block | Checkpoint] = []
+        gone: list[Entry] = []
+        with self._tier.lock:
+            path = self._tree.path(specs)
+            for record in records if not self._tree.closed else ():
+                entry, evicted = self._adopt(path, specs, record)
+                gone += evicted
+                if entry is not None:
+                    self._tier.pin_locked(entry)  # until all are in: one must not push out the one before
+                    adopted.append(entry)
+        self.release(adopted)
+        del gone
+        return len(adopted)
+
+    def _adopt(
+        self, path: list[Block], specs: Sequence[BlockSpec], record: StoredBlock | StoredCheckpoint
+    ) -> tuple[Block | Checkpoint | None, list[Entry]]:
+        at = record.spec.start // self._block_size
+        if at > len(path) or record.parent != (path[at - 1].spec.key if at else self._root):
+            return None, []
+        if isinstance(record, StoredCheckpoint):
+            block = self._tree.covering(path[:at], record.spec)
+            if block is None or record.spec.stop in block.checkpoints:
+                return None, []
+            nbytes = _states_nbytes(record.states)
+            fits, gone = self._tier.make_room_locked(nbytes)
+            return (self._tree.attach(block, record.spec, record.states, nbytes) if fits else None), gone
+        if self._tree.covering(path[:at], record.spec) is not None:
+            return None, []
+        fits, gone = self._tier.make_room_locked(block_nbytes(record.spec, record.pieces))
+        if not fits:
+            return None, gone
+        linked = self._tree.link(path[:at], record.spec, record.pieces)
+        if at < len(specs) and linked.spec.key == specs[at].key:
+            path.append(linked)
+        return linked, gone
+
+    def _specs(self, tokens: Sequence[int], media: Sequence[MediaSpan]) -> list[BlockSpec]:
+        return chain(self._root, pack(tokens), media, self._block_size)
+
+    def _parent_key(self, block: Block) -> bytes:
+        return block.parent.spec.key if block.parent else self._root
+
+
+def _states_nbytes(states: Sequence[State]) -> int:
+    return sum(slot.nbytes for state in states for slot in state if slot is not None)
+
+
+def _pieces(job: _Job, held: Sequence[Held]) -> list[Piece]:
+    """The block's pieces, lazy: what the caches hold of it, completed from the donor, each an array of its own."""
+    donors: Sequence[Piece | None] = job.donor or [None] * len(held)
+    return [_piece(job, leaf, donor) for leaf, donor in zip(held, donors, strict=True)]
+
+
+def _piece(job: _Job, held: Held, donor: Piece | None) -> Piece:
+    piece = cut(held, job.spec.start, job.spec.stop)
+    if donor is not None:
+        piece = completed(piece, donor, job.shared)
+        if job.block is not None and len(donor.gap) <= len(piece.gap):
+            return donor  # what is stored already is as good
+    # A slice would keep the whole cache's buffer alive, and make the cache copy it at its next write.
+    return replace(piece, arrays=tuple(mx.contiguous(array) for array in piece.arrays))
+
+
+def _better(pieces: Sequence[Piece], block: Block) -> bool:
+    return sum(len(p.gap) for p in pieces) < sum(len(p.gap) for p in block.pieces)
