@@ -34,12 +34,13 @@ from omlxd.engine.api import (
     ShuttingDown,
     Unloaded,
 )
-from omlxd.engine.backend import MlxBackend
+from omlxd.engine.backend import CacheOptions, MlxBackend
 from omlxd.engine.catalog import Catalog, Root
 from omlxd.engine.pool import Pool
 from omlxd.engine.pull import pull
 from omlxd.engine.scheduler import SchedulerLimits
 
+HOT_SHARE = 0.1
 OnShutdown = Callable[[float | None], None]
 
 
@@ -159,7 +160,10 @@ def build_service(settings: Settings, paths: Paths, on_shutdown: OnShutdown) -> 
         max_decode_stall_ms=engine.max_decode_stall_ms,
         max_chunk_ms=engine.max_chunk_ms,
     )
-    pool = Pool(catalog, MlxBackend(limits), autoload=settings.models.autoload, ttl_s=settings.models.ttl_s)
+    cache = CacheOptions(
+        enabled=settings.cache.enabled, block_size=settings.cache.block_size, hot_bytes=_hot_bytes(settings)
+    )
+    pool = Pool(catalog, MlxBackend(limits, cache), autoload=settings.models.autoload, ttl_s=settings.models.ttl_s)
     return Service(pool, paths, on_shutdown)
 
 
@@ -168,6 +172,14 @@ def _roots(settings: Settings, paths: Paths) -> list[Root]:
 
     own = Root(Path(paths.models_dir), "home")
     return [own, Root(Path(HF_HUB_CACHE), "huggingface"), *(Root(Path(dir)) for dir in settings.models.dirs)]
+
+
+def _hot_bytes(settings: Settings) -> int:
+    """The hot tier's budget: the setting, or a tenth of this machine's memory."""
+    import psutil
+
+    asked = settings.cache.hot.max_bytes
+    return int(psutil.virtual_memory().total * HOT_SHARE) if asked is None else asked
 
 
 @functools.cache

@@ -1,34 +1,87 @@
-"""From catalog entries to engines, for real: the pool's `ModelBackend` over mlx.
+"""From catalog entries to engines, for real: the pool's `ModelBackend` over mlx, and the caches of all models.
 
 `load` is the only place that brings mlx into the process, on the loader thread; the event loop then finds it imported.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
+from omlxd.cache.hot import HotTier
 from omlxd.engine.api import LoadOptions, ProgressSink
 from omlxd.engine.catalog import CatalogEntry
 from omlxd.engine.model import LoadedModel
 from omlxd.engine.scheduler import SchedulerLimits
 
 if TYPE_CHECKING:
+    from omlxd.cache.registry import CacheRegistry
     from omlxd.engine.engine import Engine
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """Whether prompts are kept, in blocks of how many tokens, and in how many bytes of memory for all models."""
+
+    enabled: bool
+    block_size: int
+    hot_bytes: int
 
 
 class MlxBackend:
-    """Loads with mlx-lm and starts an engine thread per model."""
+    """Loads with mlx-lm, opens each model's prefix cache and starts its engine thread."""
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, cache: CacheOptions) -> None:
         self._limits = limits
+        self._cache = cache
+        self.tier = HotTier(cache.hot_bytes)
+        self.registry: CacheRegistry | None = None  # from the first load on: it imports mlx
 
     def load(self, entry: CatalogEntry, options: LoadOptions, progress: ProgressSink) -> LoadedModel:
         # Imported here, not above: it takes seconds, and a daemon without a model must start in a blink.
         from omlxd.engine import engine, loader  # noqa: F401
 
-        return loader.load(entry, options, progress=progress)
+        loaded = loader.load(entry, options, progress=progress)
+        return self._with_cache(loaded, entry, options) if self._cache.enabled else loaded
 
     def start(self, loaded: LoadedModel) -> Engine:
         from omlxd.engine.engine import Engine
 
         return Engine(loaded, self._limits)
+
+    def _with_cache(self, loaded: LoadedModel, entry: CatalogEntry, options: LoadOptions) -> LoadedModel:
+        from omlxd.cache.errors import UnreadableModel, UnsupportedLayout
+        from omlxd.cache.identity import identify
+        from omlxd.cache.layouts import ModelLayout
+        from omlxd.cache.registry import CacheRegistry
+        from omlxd.engine.prefill import new_caches
+
+        if self.registry is None:
+            self.registry = CacheRegistry(self.tier)
+        try:
+            layout = ModelLayout(new_caches(loaded.model))
+            identity = identify(
+                entry.path,
+                layout=layout.signature,
+                block_size=self._cache.block_size,
+                adapter=Path(options.adapter) if options.adapter else None,
+                precision=_precisions(loaded),
+            )
+        except (UnsupportedLayout, UnreadableModel) as exc:
+            log.warning("%s runs without a prefix cache: %s", entry.name, exc)
+            return replace(loaded, uncached=str(exc))
+        return replace(loaded, cache=self.registry.open(entry.name, identity, layout))
+
+
+def _precisions(loaded: LoadedModel) -> str:
+    """The weights' data types and the device: what else decides the numbers that are stored."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    weights = cast("list[tuple[str, mx.array]]", tree_flatten(loaded.model.parameters()))  # type: ignore[no-untyped-call]
+    types = sorted({str(array.dtype) for _, array in weights})
+    return f"{mx.default_device().type} {' '.join(types)}"

@@ -8,13 +8,14 @@ mlx-lm's batch classes. When a row ends is not decided here: stop ids and length
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.generate import GenerationBatch, PromptProcessingBatch, StopSequences, generate_step
+from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache
 
 from omlxd.engine.sampling import BatchSampler, LogitsProcessor, SamplerRow
 
@@ -22,6 +23,15 @@ from omlxd.engine.sampling import BatchSampler, LogitsProcessor, SamplerRow
 UNLIMITED = 1 << 62
 
 Caches = list[Any]
+Computed = Callable[[str, Caches], None]
+
+
+class RowFailed(Exception):
+    """One row's processor or own forward pass raised; the cause says what."""
+
+    def __init__(self, id: str) -> None:
+        super().__init__(id)
+        self.id = id
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +62,19 @@ class Batch(Protocol):
 
     def __len__(self) -> int: ...
 
-    def join(self, rows: Sequence[RowStart]) -> None:
-        """Runs the rows' remaining tokens and lets them decode from the next step on."""
+    def join(self, rows: Sequence[RowStart], computed: Computed) -> None:
+        """Runs the rows' remaining tokens and lets them decode from the next step on.
+
+        `computed` is called for each row that had more than one token left, when all of them but the last have run.
+        """
         ...
 
     def step(self) -> list[RowToken]:
-        """The next token of every row, and starts computing the one after."""
+        """The next token of every row, and starts computing the one after. Raises RowFailed for a row's own fault."""
+        ...
+
+    def caches(self, id: str) -> Caches:
+        """A row's own caches, standing after the token that `step` returned last; to be read, and soon."""
         ...
 
     def remove(self, ids: frozenset[str]) -> None:
@@ -76,7 +93,7 @@ class MergedBatch:
     def __len__(self) -> int:
         return len(self._sampler.rows)
 
-    def join(self, rows: Sequence[RowStart]) -> None:
+    def join(self, rows: Sequence[RowStart], computed: Computed) -> None:
         sampler = BatchSampler([row.sampler for row in rows])
         prompts = PromptProcessingBatch(
             self._model,
@@ -85,11 +102,15 @@ class MergedBatch:
             # Only the tokens from here on: what came before is in the caches, and the processors count for themselves.
             tokens=[[] for _ in rows],
             samplers=[sampler] * len(rows),
-            logits_processors=[row.processors for row in rows],
+            logits_processors=[_named(row.id, row.processors) for row in rows],
             stop_sequences=[StopSequences()] * len(rows),
             max_tokens=[UNLIMITED] * len(rows),
         )
-        joined = prompts.generate([list(row.tokens) for row in rows])
+        if any(len(row.tokens) > 1 for row in rows):
+            prompts.prompt([list(row.tokens[:-1]) for row in rows])
+            for index, row in enumerate(rows):
+                computed(row.id, prompts.extract_cache(index))
+        joined = prompts.generate([[row.tokens[-1]] for row in rows])
         if self._running is None:
             self._running, self._sampler = joined, sampler
             return
@@ -101,6 +122,12 @@ class MergedBatch:
         if self._running is None:
             return []
         return [RowToken(r.uid, r.token, r.logprobs) for r in self._running.next()]
+
+    def caches(self, id: str) -> Caches:
+        if self._running is None:
+            raise KeyError(id)
+        index = self._running.uids.index(id)
+        return [row_of(cache, index) for cache in self._running.prompt_cache]
 
     def remove(self, ids: frozenset[str]) -> None:
         if self._running is None:
@@ -121,14 +148,20 @@ class InterleavedBatch:
     def __init__(self, model: Module) -> None:
         self._model = model
         self._rows: dict[str, Generator[tuple[int, mx.array], None, None]] = {}
+        self._caches: dict[str, Caches] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def join(self, rows: Sequence[RowStart]) -> None:
+    def join(self, rows: Sequence[RowStart], computed: Computed) -> None:
         for row in rows:
+            if len(row.tokens) > 1:
+                self._model(mx.array(list(row.tokens[:-1]))[None], cache=row.caches)
+                mx.eval([cache.state for cache in row.caches])
+                computed(row.id, row.caches)
+            self._caches[row.id] = row.caches
             self._rows[row.id] = generate_step(
-                mx.array(list(row.tokens)),
+                mx.array([row.tokens[-1]]),
                 self._model,
                 # mlx-lm would switch to a stream of its own and leave it set between two tokens.
                 mx.default_stream(mx.default_device()),
@@ -139,8 +172,48 @@ class InterleavedBatch:
             )
 
     def step(self) -> list[RowToken]:
-        return [RowToken(id, *next(row)) for id, row in self._rows.items()]
+        tokens = []
+        for id, row in self._rows.items():
+            try:
+                tokens.append(RowToken(id, *next(row)))
+            except Exception as exc:
+                raise RowFailed(id) from exc
+        return tokens
+
+    def caches(self, id: str) -> Caches:
+        return self._caches[id]
 
     def remove(self, ids: frozenset[str]) -> None:
         for id in ids & self._rows.keys():
             self._rows.pop(id).close()
+            del self._caches[id]
+
+
+def row_of(cache: Any, index: int) -> Any:
+    """One row's cache out of a merged one.
+
+    Full attention is handed out as a view: mlx-lm's `extract` would copy the whole row to keep its last block.
+    """
+    if type(cache) is CacheList:
+        return CacheList(*(row_of(leaf, index) for leaf in cache.caches))
+    if type(cache) is BatchKVCache:
+        keys, values, _, left_padding, stop = cache.state
+        start = int(left_padding[index].item())
+        rows = slice(index, index + 1), slice(None), slice(start, stop)
+        return KVCache.from_state((keys[rows], values[rows], stop - start))
+    return cache.extract(index)
+
+
+def _named(id: str, processors: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
+    """The processors, with their failures told as this row's."""
+
+    def name(processor: LogitsProcessor) -> LogitsProcessor:
+        def call(tokens: mx.array, logits: mx.array) -> mx.array:
+            try:
+                return processor(tokens, logits)
+            except Exception as exc:
+                raise RowFailed(id) from exc
+
+        return call
+
+    return [name(processor) for processor in processors]

@@ -31,6 +31,8 @@ class Job:
     batch_priority: bool
     use_cache: bool
     arrived: float
+    boundaries: Sequence[int] = ()  # where the prompt's messages end, in tokens
+    warm: bool = False  # compute and keep the prompt, draw nothing
 
 
 def check_supported(request: GenerateRequest) -> None:

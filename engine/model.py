@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from mlx.nn.layers.base import Module
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+    from omlxd.cache.prefix import PrefixCache
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
@@ -57,3 +59,5 @@ class LoadedModel:
     model: Module
     tokenizer: TokenizerWrapper
     facts: ModelFacts
+    cache: PrefixCache | None = None
+    uncached: str | None = None  # why there is no cache

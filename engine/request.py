@@ -59,6 +59,7 @@ class Request:
         self.computed = 0  # prompt tokens whose KV exists, cached ones included
         self.cached = 0
         self.token_ids: list[int] = []
+        self.drawn: list[int] = []  # every token drawn, the id that ended the answer included: what the KV cache holds
         self.logprobs: list[TokenLogprob] = []
         self._clock = clock
         self._detokenizer = Detokenizer(decoder)
@@ -72,6 +73,15 @@ class Request:
     @property
     def id(self) -> str:
         return self.job.id
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and answer so far: what a row that comes back must have computed."""
+        return [*self.job.prompt, *self.drawn]
+
+    @property
+    def length(self) -> int:
+        return len(self.job.prompt) + len(self.drawn)
 
     @property
     def ended(self) -> bool:
@@ -90,6 +100,7 @@ class Request:
         """Takes the next token; returns what may be sent now and, at the end, why it ended."""
         if self._first_token is None:
             self._first_token = self._clock()
+        self.drawn.append(token_id)
         if token_id in self.job.stop_ids:
             return self._delta(self._flush(), [], []), "stop"
         self.token_ids.append(token_id)

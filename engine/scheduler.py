@@ -1,8 +1,7 @@
-"""The scheduler: which requests are admitted and whose prompt the next turn computes. Decides; carries nothing out.
+"""The scheduler: who gets a row and whose prompt the next turn computes. Decides; carries nothing out.
 
-`plan` is a pure function from what the engine sees to what it does in this step; it knows no arrays, threads or
-clocks. One step is at most one prefill turn and one decode of all rows, so that a turn's length is what a running
-stream may be held up by.
+`admission` and `turn` are pure functions of what the engine sees; they know no arrays, threads or clocks. One step is
+at most one prefill turn and one decode of all rows, so that a turn's length is what a running stream may be held up by.
 """
 
 from __future__ import annotations
@@ -28,59 +27,85 @@ class SchedulerLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """A request that is not decoding yet. `remaining` counts prompt tokens not computed, the last one included.
+class Row:
+    """A request that has a place: its prompt is being computed, or it decodes. Rows are in the order they came."""
 
-    `batch_priority` is false for a batch request that has waited long enough to be treated like an interactive one.
+    id: str
+    batch_priority: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """How many requests may be admitted, and which row must leave for that."""
+
+    free: int
+    preempt: str | None = None
+
+
+def admission(rows: Sequence[Row], limits: SchedulerLimits, *, interactive_waits: bool) -> Admission:
+    """A full batch makes room for an interactive request by preempting the batch request that came last."""
+    free = limits.max_batch - len(rows)
+    if free > 0 or not interactive_waits:
+        return Admission(max(free, 0))
+    victim = next((row.id for row in reversed(rows) if row.batch_priority), None)
+    return Admission(0) if victim is None else Admission(1, preempt=victim)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt under way. `remaining` counts tokens to compute, the last one included, which only the first draw needs.
+
+    `until_stop` counts those before a checkpoint is due, `remaining` if none is. `last_turn` is the step of its latest
+    turn, -1 before the first.
     """
 
     id: str
     remaining: int
+    until_stop: int
     batch_priority: bool = False
-    admitted: bool = False
-    last_turn: int = -1  # the step of its latest prefill turn; -1 before the first
+    last_turn: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the engine sees at the beginning of a step. `waiting` is in order of arrival."""
+    """What the engine sees when it decides on a turn. Prompts are in the order they were admitted."""
 
     decoding: int
-    waiting: Sequence[Waiting]
+    waiting: int
+    prompts: Sequence[Prompt]
     rate: float | None = None  # prefill tokens per second, as lately measured
     after_long: bool = False  # the latest turn went to a prompt too long for one turn
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What this step does: `admit` these; prefill `tokens` of `solo`, or let all of `join` enter the batch whole."""
+class Turn:
+    """What this step computes of prompts: `tokens` of `solo`, or all that is left of `join`, which enter the batch."""
 
-    admit: Sequence[str] = ()
     solo: str | None = None
     tokens: int = 0
     join: Sequence[str] = ()
 
 
-def plan(view: View, limits: SchedulerLimits) -> Plan:
-    """Decides one step."""
-    admitted = [request for request in view.waiting if request.admitted]
-    free = limits.max_batch - view.decoding - len(admitted)
-    newcomers = sorted((w for w in view.waiting if not w.admitted), key=lambda w: w.batch_priority)[: max(free, 0)]
-    candidates = [*admitted, *newcomers]
-    admit = [request.id for request in newcomers]
-    if not candidates:
-        return Plan()
-    alone = view.decoding == 0 and len(view.waiting) == 1
+def turn(view: View, limits: SchedulerLimits) -> Turn:
+    """Decides whose prompt is computed."""
+    if not view.prompts:
+        return Turn()
+    alone = view.decoding == 0 and view.waiting == 0 and len(view.prompts) == 1
     budget = turn_tokens(view.rate, limits, alone=alone)
-    short = [request for request in candidates if request.remaining <= budget]
-    long = [request for request in candidates if request.remaining > budget]
+    short = [prompt for prompt in view.prompts if _fits(prompt, budget)]
+    long = [prompt for prompt in view.prompts if not _fits(prompt, budget)]
     # Both kinds take every other turn: a short prompt waits for one turn however many long ones there are, and a
     # stream of short ones cannot starve a long one.
     if short and (view.after_long or not long):
-        first = min(short, key=lambda w: w.batch_priority)
-        return Plan(admit, join=[request.id for request in joiners(first, short, budget)])
-    chosen = min(long, key=lambda w: (w.batch_priority, w.last_turn))
-    return Plan(admit, solo=chosen.id, tokens=min(budget, chosen.remaining - 1))
+        first = min(short, key=lambda prompt: prompt.batch_priority)
+        return Turn(join=[prompt.id for prompt in joiners(first, short, budget)])
+    chosen = min(long, key=lambda prompt: (prompt.batch_priority, prompt.last_turn))
+    return Turn(solo=chosen.id, tokens=min(budget, chosen.until_stop, chosen.remaining - 1))
+
+
+def _fits(prompt: Prompt, budget: int) -> bool:
+    """Whether all that is left can be computed at once: no more than the budget, and no checkpoint on the way."""
+    return prompt.remaining <= budget and prompt.until_stop >= prompt.remaining - 1
 
 
 def turn_tokens(rate: float | None, limits: SchedulerLimits, *, alone: bool) -> int:
@@ -91,13 +116,13 @@ def turn_tokens(rate: float | None, limits: SchedulerLimits, *, alone: bool) -> 
     return max(MIN_TURN_TOKENS, min(int(rate * allowed_ms / 1e3), limits.prefill_chunk))
 
 
-def joiners(first: Waiting, candidates: Sequence[Waiting], budget: int) -> list[Waiting]:
+def joiners(first: Prompt, candidates: Sequence[Prompt], budget: int) -> list[Prompt]:
     """The short prompts that enter together with `first`: padded to the longest, they still fit the turn's budget.
 
     A prompt of one token has nothing to pad and is a group of its own with its like.
     """
     group, longest = [first], first.remaining
-    for other in sorted(candidates, key=lambda w: w.remaining):
+    for other in sorted(candidates, key=lambda prompt: prompt.remaining):
         if other.id == first.id or (other.remaining == 1) != (first.remaining == 1):
             continue
         width = max(longest, other.remaining)

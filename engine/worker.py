@@ -1,8 +1,9 @@
 """The engine thread: sole owner of one model, its batch and its requests.
 
-A step takes the commands, decides (`scheduler.plan`), computes at most one prefill turn and one token of every row,
-and hands the events over to the event loop at once. An exception ends the requests it concerns and nobody else's; one
-that comes back step after step ends the engine, and everyone is told.
+A step takes the commands, admits whom it can, computes at most one prefill turn and one token of every row, and hands
+the events over to the event loop at once. What is decided is decided in `scheduler`; what is kept, in `prefixes`. An
+exception ends the requests it concerns and nobody else's: the others come back from the cache. One that returns step
+after step ends the engine, and everyone is told.
 """
 
 from __future__ import annotations
@@ -11,27 +12,29 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import mlx.core as mx
 
 from omlxd.engine.api import EngineFailed, InvariantError, Progress, RequestInfo, ShuttingDown, TokenLogprob
-from omlxd.engine.batch import Batch, InterleavedBatch, MergedBatch, RowStart, RowToken
+from omlxd.engine.batch import Batch, Caches, InterleavedBatch, MergedBatch, RowFailed, RowStart, RowToken
+from omlxd.engine.following import Following
 from omlxd.engine.inbox import Abort, Close, Closed, Inbox, Submit
-from omlxd.engine.job import Job
+from omlxd.engine.line import Line
 from omlxd.engine.model import LoadedModel
 from omlxd.engine.prefill import Prefill, mergeable, new_caches
+from omlxd.engine.prefixes import Prefixes
 from omlxd.engine.rate import PrefillRate
 from omlxd.engine.request import Clock, Request, State
 from omlxd.engine.sampling import SamplerRow, logprobs_of, processors
-from omlxd.engine.scheduler import Plan, SchedulerLimits, View, Waiting, plan
+from omlxd.engine.scheduler import Prompt, Row, SchedulerLimits, Turn, View, admission, turn
 from omlxd.engine.stream import Event
 
 log = logging.getLogger(__name__)
 
 MAX_FAILURES = 3  # steps in a row that may fail before the engine gives up
-AGEING_S = 30.0  # after this long a batch request waits like an interactive one
 SNAPSHOT_S = 0.1  # how old the published request list may be
+# How many of the line's first are looked at for a free row beyond the rows themselves: held ones make way for others.
+LOOKAHEAD = 8
 
 Events = Sequence[tuple[str, Event]]
 Emit = Callable[[Events], None]
@@ -48,11 +51,17 @@ class Worker:
         self._inbox = inbox
         self._emit = emit
         self._clock = clock
-        self._waiting: dict[str, Request] = {}  # in order of arrival
-        self._prefills: dict[str, Prefill] = {}
-        self._last_turn: dict[str, int] = {}
-        self._decoding: dict[str, Request] = {}
         self.merges_rows = mergeable(new_caches(loaded.model))
+        self._prefixes = Prefixes(loaded.model, loaded.cache)
+        self._following = Following(
+            clock,
+            block_size=self._prefixes.block_size,
+            only_at_checkpoints=self._prefixes.only_at_checkpoints,
+        )
+        self._line = Line(clock)
+        self._prompts: dict[str, tuple[Request, Prefill]] = {}  # in the order they were admitted
+        self._rows: dict[str, Request] = {}  # decoding, in the order they joined
+        self._last_turn: dict[str, int] = {}
         self._batch: Batch = self._new_batch()
         self._rate = PrefillRate()
         self._after_long = False
@@ -84,12 +93,12 @@ class Worker:
         return Closed(failure, self._let_go())
 
     def _take_commands(self) -> None:
-        idle = not self._waiting and not self._decoding
+        idle = not (self._line or self._prompts or self._rows)
         if idle:
             self._publish(now=True)
         for command in self._inbox.take(wait=idle):
             if isinstance(command, Submit):
-                self._submit(command.job)
+                self._line.add(Request(command.job, self._loaded.tokenizer, self._clock))
             elif isinstance(command, Abort):
                 self._abort(command)
             else:
@@ -99,111 +108,153 @@ class Worker:
         if self._closing is not None:
             return
         self._steps += 1
-        decided = plan(self._view(), self._limits)
-        self._carry_out(decided)
-        if self._decoding:
-            self._concerned = list(self._decoding.values())
+        self._line.release([hold for hold in self._line.holds if self._following.over(hold)])
+        self._admit()
+        self._compute(turn(self._view(), self._limits))
+        if self._rows:
+            self._concerned = list(self._rows.values())
             self._settle(self._batch.step())
         self._concerned = ()
 
-    # -- commands -----------------------------------------------------------------------------------------------------
+    def _live(self) -> list[Request]:
+        return [*self._line, *(request for request, _ in self._prompts.values()), *self._rows.values()]
 
-    def _submit(self, job: Job) -> None:
-        self._waiting[job.id] = Request(job, self._loaded.tokenizer, self._clock)
+    # -- admission ----------------------------------------------------------------------------------------------------
 
-    def _abort(self, command: Abort) -> None:
-        request = self._waiting.get(command.id) or self._decoding.get(command.id)
-        if request is None:
-            return  # it ended before the command came
-        self._end(request, State.CANCELLED, request.cancelled(command.reason))
-        self._batch.remove(frozenset({request.id}))
+    def _admit(self) -> None:
+        if not self._line:
+            return
+        rows = [Row(request.id, self._line.defers(request)) for request in self._placed()]
+        decided = admission(rows, self._limits, interactive_waits=self._line.interactive_waits)
+        free = decided.free
+        for request in self._line.head(free + LOOKAHEAD if free else 0):
+            if not free:
+                break
+            if decided.preempt is not None and self._line.defers(request):
+                continue  # nobody is preempted for one who would be next
+            hold = self._following.hold_for(request, self._prefixes.would_reuse)
+            if hold is not None:
+                self._line.hold(hold)
+                continue
+            if decided.preempt is not None:
+                self._preempt(decided.preempt)
+            self._begin(request)
+            free -= 1
 
-    # -- prefill ------------------------------------------------------------------------------------------------------
+    def _placed(self) -> list[Request]:
+        return [*(request for request, _ in self._prompts.values()), *self._rows.values()]
+
+    def _begin(self, request: Request) -> None:
+        self._concerned = [request]
+        self._line.remove(request)
+        request.enter(State.PREFILL)
+        prefill = self._prefixes.begin(request)
+        self._prompts[request.id] = (request, prefill)
+        self._following.lead(request, self._prefixes.stops(request), prefill.done)
+
+    def _preempt(self, id: str) -> None:
+        """Takes a request out of its place and back into the line; what it has computed is kept."""
+        request = self._rows.get(id) or self._prompts[id][0]
+        self._keep(request)
+        self._leave(request)
+        request.enter(State.HELD, "preempted by an interactive request")
+        request.enter(State.QUEUED, "preempted by an interactive request")
+        self._line.put_first(request)
+
+    # -- prompts ------------------------------------------------------------------------------------------------------
 
     def _view(self) -> View:
-        now = self._clock()
         return View(
-            decoding=len(self._decoding),
-            waiting=[self._waiting_view(request, now) for request in self._waiting.values()],
+            decoding=len(self._rows),
+            waiting=len(self._line),
+            prompts=[self._prompt_view(request, prefill) for request, prefill in self._prompts.values()],
             rate=self._rate.tokens_per_s,
             after_long=self._after_long,
         )
 
-    def _waiting_view(self, request: Request, now: float) -> Waiting:
-        return Waiting(
+    def _prompt_view(self, request: Request, prefill: Prefill) -> Prompt:
+        return Prompt(
             id=request.id,
-            remaining=len(request.job.prompt) - request.computed,
-            batch_priority=request.job.batch_priority and now - request.submitted < AGEING_S,
-            admitted=request.state is State.PREFILL,
+            remaining=prefill.remaining + 1,
+            until_stop=self._prefixes.until_stop(request, prefill.done, prefill.remaining + 1),
+            batch_priority=self._line.defers(request),
             last_turn=self._last_turn.get(request.id, -1),
         )
 
-    def _carry_out(self, decided: Plan) -> None:
-        for id in decided.admit:
-            request = self._waiting[id]
-            request.enter(State.PREFILL)
-            self._prefills[id] = Prefill(self._loaded.model, request.job.prompt, new_caches(self._loaded.model))
+    def _compute(self, decided: Turn) -> None:
         if decided.solo is not None:
-            self._advance(self._waiting[decided.solo], decided.tokens)
+            self._advance(*self._prompts[decided.solo], decided.tokens)
         elif decided.join:
-            self._join([self._waiting[id] for id in decided.join])
+            self._join([self._prompts[id] for id in decided.join])
 
-    def _advance(self, request: Request, num_tokens: int) -> None:
+    def _advance(self, request: Request, prefill: Prefill, num_tokens: int) -> None:
         self._concerned = [request]
-        prefill = self._prefills[request.id]
-        began = self._clock()
+        before, began = prefill.done, self._clock()
         prefill.advance(num_tokens)
-        self._rate.measured(prefill.done - request.computed, self._clock() - began)
-        request.computed = prefill.done
+        self._rate.measured(prefill.done - before, self._clock() - began)
         self._last_turn[request.id] = self._steps
         self._after_long = True
-        self._report_prefill(request)
+        self._stored(request, prefill.caches, prefill.done)
 
-    def _join(self, group: Sequence[Request]) -> None:
-        # A failure while the rows enter may have left the running batch half extended: all of it is concerned.
-        self._concerned = [*group, *self._decoding.values()]
-        rows = [self._row(request) for request in group]
+    def _join(self, group: Sequence[tuple[Request, Prefill]]) -> None:
+        # A failure while the rows enter may have left the running batch half extended: then it is rebuilt.
+        self._concerned = [request for request, _ in group]
+        requests = {request.id: (request, prefill) for request, prefill in group}
+        rows = [self._row(request, prefill) for request, prefill in group]
         began = self._clock()
-        self._batch.join(rows)
+        self._batch.join(rows, lambda id, caches: self._stored(requests[id][0], caches, requests[id][0].length - 1))
         self._rate.measured(len(rows) * max(len(row.tokens) for row in rows), self._clock() - began)
         self._after_long = False
-        for request in group:
-            request.computed = len(request.job.prompt)
-            self._report_prefill(request)
+        for request, _ in group:
+            self._report(request, len(request.job.prompt))
+            self._forget_prompt(request)
             request.enter(State.DECODE)
-            self._forget_prefill(request)
-            self._decoding[request.id] = request
+            self._rows[request.id] = request
 
-    def _row(self, request: Request) -> RowStart:
-        job, prefill = request.job, self._prefills[request.id]
+    def _stored(self, request: Request, caches: Caches, position: int) -> None:
+        """The request's tokens have been computed up to `position`."""
+        self._prefixes.after_turn(request, caches, position)
+        self._following.moved(request, self._prefixes.stored(request))
+        self._report(request, min(position, len(request.job.prompt)))
+
+    def _row(self, request: Request, prefill: Prefill) -> RowStart:
+        job = request.job
         return RowStart(
             id=job.id,
             caches=prefill.caches,
             tokens=prefill.rest,
-            sampler=SamplerRow(job.sampling),
+            sampler=SamplerRow(job.sampling, len(request.drawn)),
             processors=processors(
-                job.sampling, job.logit_bias, prompt=job.prompt[:-1], vocab_size=self._loaded.facts.vocab_size
+                job.sampling,
+                job.logit_bias,
+                prompt=job.prompt if request.drawn else job.prompt[:-1],
+                answer=request.drawn[:-1],
+                vocab_size=self._loaded.facts.vocab_size,
             ),
         )
 
-    def _report_prefill(self, request: Request) -> None:
+    def _report(self, request: Request, computed: int) -> None:
+        request.computed = computed
         if request.job.progress:
-            self._say(request, Progress("prefill", request.computed, len(request.job.prompt)))
+            self._say(request, Progress("prefill", computed, len(request.job.prompt)))
 
-    # -- decode -------------------------------------------------------------------------------------------------------
+    # -- rows ---------------------------------------------------------------------------------------------------------
 
     def _settle(self, tokens: Sequence[RowToken]) -> None:
         """Gives every row its token; rows whose answer ended leave the batch."""
         gone = []
         for row in tokens:
-            request = self._decoding[row.id]
+            request = self._rows[row.id]
             entry = self._logprob(row, request.job.logprobs) if request.job.logprobs else None
             delta, reason = request.accept(row.token_id, entry)
             if delta is not None:
                 self._say(request, delta)
             if reason is not None:
+                self._keep(request)
                 self._end(request, State.FINISHED, request.result(reason))
                 gone.append(row.id)
+            elif self._prefixes.fills_a_block(request):
+                self._prefixes.while_decoding(request, self._batch.caches(row.id))
         if gone:
             self._batch.remove(frozenset(gone))
 
@@ -217,42 +268,77 @@ class Worker:
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
+    def _abort(self, command: Abort) -> None:
+        placed = self._prompts.get(command.id)
+        request = self._line.get(command.id) or self._rows.get(command.id) or (placed[0] if placed else None)
+        if request is None:
+            return  # it ended before the command came
+        self._keep(request)
+        self._end(request, State.CANCELLED, request.cancelled(command.reason))
+        self._batch.remove(frozenset({request.id}))
+
+    def _keep(self, request: Request) -> None:
+        """Stores what a request that leaves has computed, so that whoever asks again gets further."""
+        if request.id in self._rows:
+            self._prefixes.leave(request, self._batch.caches(request.id), request.length)
+        elif request.id in self._prompts:
+            prefill = self._prompts[request.id][1]
+            self._prefixes.leave(request, prefill.caches, prefill.done)
+
     def _end(self, request: Request, state: State, event: Event) -> None:
         request.enter(state)
         self._say(request, event)
-        self._decoding.pop(request.id, None)
-        self._forget_prefill(request)
+        self._line.remove(request)
+        self._rows.pop(request.id, None)
+        self._forget_prompt(request)
+        self._prefixes.forget(request)
 
-    def _forget_prefill(self, request: Request) -> None:
-        self._waiting.pop(request.id, None)
-        self._prefills.pop(request.id, None)
+    def _leave(self, request: Request) -> None:
+        """Takes a request that goes on later out of its place."""
+        self._batch.remove(frozenset({request.id}))
+        self._rows.pop(request.id, None)
+        self._forget_prompt(request)
+        self._prefixes.forget(request)
+
+    def _forget_prompt(self, request: Request) -> None:
+        self._prompts.pop(request.id, None)
         self._last_turn.pop(request.id, None)
+        self._following.stop(request)
 
     def _recover(self, exc: Exception) -> str | None:
-        """Fails the requests that the exception concerns. Returns why the engine must end, if it must."""
+        """Fails the requests that the exception concerns; returns why the engine must end, if it must.
+
+        A row that failed by itself is the only one concerned; a step of the whole batch concerns all of it. Whatever
+        was computed in that step cannot be trusted: the batch is made anew, and its other rows come back from the line.
+        """
         self._failures += 1
         reason = f"{type(exc).__name__} in a step"
         concerned = [request for request in self._concerned if not request.ended]
-        log.exception("a step of %s failed; requests concerned: %s", self._name, [r.id for r in concerned] or "none")
-        rows = [request for request in concerned if request.state is State.DECODE]
+        if isinstance(exc, RowFailed):
+            reason = f"{type(exc.__cause__).__name__} in its own part of a step"
+            concerned = [request for request in self._placed() if request.id == exc.id]
+        log.exception("a step of %s failed; it ends: %s", self._loaded.facts.name, [r.id for r in concerned] or "none")
         for request in concerned:
             self._end(request, State.FAILED, EngineFailed(request.job.model, reason))
-        if rows or not self._decoding:
-            self._batch = self._new_batch()
+        self._batch = self._new_batch()
+        for request in reversed(list(self._rows.values())):
+            self._leave(request)
+            request.enter(State.HELD, "the batch is rebuilt")
+            request.enter(State.QUEUED, "the batch is rebuilt")
+            self._line.put_first(request)
         self._concerned = ()
         if not concerned or self._failures >= MAX_FAILURES or isinstance(exc, InvariantError):
             return f"{reason}, {self._failures} times in a row"
         return None
 
     def _end_all(self, failure: str | None) -> None:
-        why: Literal["unloaded", "shutdown"] = self._closing.why if self._closing is not None else "unloaded"
-        leftover = [c.job for c in self._inbox.take(wait=False) if isinstance(c, Submit)]
-        for job in leftover:
-            self._submit(job)
-        for request in [*self._waiting.values(), *self._decoding.values()]:
+        for command in self._inbox.take(wait=False):
+            if isinstance(command, Submit):
+                self._line.add(Request(command.job, self._loaded.tokenizer, self._clock))
+        for request in self._live():
             if failure is not None:
                 self._end(request, State.FAILED, EngineFailed(request.job.model, failure))
-            elif why == "shutdown":
+            elif self._closing is not None and self._closing.why == "shutdown":
                 self._end(request, State.FAILED, ShuttingDown())
             else:
                 self._end(request, State.CANCELLED, request.cancelled("model unloaded"))
@@ -260,16 +346,12 @@ class Worker:
     def _let_go(self) -> int:
         """Drops the model and everything computed with it; returns the bytes that came free."""
         before = mx.get_active_memory()
-        del self._batch, self._loaded
+        del self._batch, self._loaded, self._prefixes
         gc.collect()
         mx.clear_cache()
         return max(0, before - mx.get_active_memory())
 
     # -- small things -------------------------------------------------------------------------------------------------
-
-    @property
-    def _name(self) -> str:
-        return self._loaded.facts.name
 
     def _new_batch(self) -> Batch:
         return MergedBatch(self._loaded.model) if self.merges_rows else InterleavedBatch(self._loaded.model)
@@ -285,5 +367,4 @@ class Worker:
     def _publish(self, *, now: bool = False) -> None:
         if now or self._clock() - self._published >= SNAPSHOT_S:
             self._published = self._clock()
-            live = [*self._waiting.values(), *self._decoding.values()]
-            self.requests = tuple(request.info() for request in live)
+            self.requests = tuple(request.info() for request in self._live())

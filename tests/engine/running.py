@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,15 @@ import mlx.core as mx
 import mlx_lm.tokenizer_utils
 import numpy as np
 
+from omlxd.cache.hot import HotTier
+from omlxd.cache.layouts import ModelLayout
+from omlxd.cache.prefix import PrefixCache
 from omlxd.engine.api import Delta, GenerationResult, Progress
 from omlxd.engine.engine import Engine
 from omlxd.engine.inbox import Close
 from omlxd.engine.job import Job
 from omlxd.engine.model import LoadedModel, ModelFacts
+from omlxd.engine.prefill import new_caches
 from omlxd.engine.sampling_settings import SamplingSettings
 from omlxd.engine.scheduler import SchedulerLimits
 from omlxd.engine.stream import EventStream
@@ -48,6 +52,14 @@ def loaded(name: str, model: Any | None = None, *, eos: frozenset[int] = frozens
         weight_bytes=0,
     )
     return LoadedModel(build(name) if model is None else model, tokenizer(), facts)
+
+
+def cached(name: str, model: Any | None = None, *, block_size: int = 16, hot_bytes: int = 1 << 30) -> LoadedModel:
+    """`loaded`, with a prefix cache of its own."""
+    plain = loaded(name, model)
+    layout = ModelLayout(new_caches(plain.model))
+    cache = PrefixCache(root=name.encode(), layout=layout, tier=HotTier(hot_bytes), block_size=block_size)
+    return replace(plain, cache=cache)
 
 
 def job(prompt: Sequence[int], max_tokens: int = 8, **changes: Any) -> Job:

@@ -2,32 +2,73 @@
 
 from __future__ import annotations
 
-from omlxd.engine.scheduler import FIRST_TURN_TOKENS, Plan, SchedulerLimits, View, Waiting, plan, turn_tokens
+from omlxd.engine.scheduler import (
+    FIRST_TURN_TOKENS,
+    Admission,
+    Prompt,
+    Row,
+    SchedulerLimits,
+    Turn,
+    View,
+    admission,
+    turn,
+    turn_tokens,
+)
 
 LIMITS = SchedulerLimits(max_batch=4, prefill_chunk=2048, max_decode_stall_ms=80, max_chunk_ms=250)
 RATE = 1000.0  # tokens per second: 80 tokens a turn while others wait, 250 alone
 
 
-def view(*waiting: Waiting, decoding: int = 0, after_long: bool = False, rate: float | None = RATE) -> View:
-    return View(decoding=decoding, waiting=waiting, rate=rate, after_long=after_long)
+def prompt(id: str, remaining: int, until_stop: int | None = None, **others: int | bool) -> Prompt:
+    return Prompt(id, remaining, remaining if until_stop is None else until_stop, **others)  # type: ignore[arg-type]
 
 
-def test_nothing_waiting_is_nothing_to_do() -> None:
-    assert plan(view(decoding=3), LIMITS) == Plan()
+def view(*prompts: Prompt, decoding: int = 0, waiting: int = 0, after_long: bool = False) -> View:
+    return View(decoding=decoding, waiting=waiting, prompts=prompts, rate=RATE, after_long=after_long)
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def rows(*kinds: str) -> list[Row]:
+    return [Row(f"{kind}{n}", kind == "b") for n, kind in enumerate(kinds)]
+
+
+def test_as_many_are_admitted_as_there_are_free_rows() -> None:
+    assert admission(rows("i", "b"), LIMITS, interactive_waits=True) == Admission(2)
+    assert admission(rows(*"iiii"), LIMITS, interactive_waits=True) == Admission(0)
+
+
+def test_a_waiting_interactive_request_preempts_the_batch_request_that_came_last() -> None:
+    assert admission(rows(*"bibi"), LIMITS, interactive_waits=True) == Admission(1, preempt="b2")
+    assert admission(rows(*"bibi"), LIMITS, interactive_waits=False) == Admission(0)
+
+
+# -- turns ------------------------------------------------------------------------------------------------------------
+
+
+def test_without_prompts_there_is_no_turn() -> None:
+    assert turn(view(decoding=3), LIMITS) == Turn()
 
 
 def test_a_short_prompt_enters_the_batch_whole() -> None:
-    assert plan(view(Waiting("a", 80)), LIMITS) == Plan(["a"], join=["a"])
+    assert turn(view(prompt("a", 80), decoding=1), LIMITS) == Turn(join=["a"])
 
 
 def test_a_long_prompt_gets_a_turn_as_long_as_others_can_wait() -> None:
-    assert plan(view(Waiting("a", 900)), LIMITS) == Plan(["a"], solo="a", tokens=250)
-    assert plan(view(Waiting("a", 900), decoding=1), LIMITS) == Plan(["a"], solo="a", tokens=80)
+    assert turn(view(prompt("a", 900)), LIMITS) == Turn(solo="a", tokens=250)
+    assert turn(view(prompt("a", 900), decoding=1), LIMITS) == Turn(solo="a", tokens=80)
+    assert turn(view(prompt("a", 900), waiting=1), LIMITS) == Turn(solo="a", tokens=80)
 
 
 def test_the_last_token_is_left_for_the_first_draw() -> None:
-    assert plan(view(Waiting("a", 251)), LIMITS).tokens == 250
-    assert plan(view(Waiting("a", 250)), LIMITS).join == ["a"]
+    assert turn(view(prompt("a", 251)), LIMITS).tokens == 250
+    assert turn(view(prompt("a", 250)), LIMITS).join == ["a"]
+
+
+def test_a_turn_ends_where_a_checkpoint_is_due() -> None:
+    assert turn(view(prompt("a", 900, until_stop=100)), LIMITS) == Turn(solo="a", tokens=100)
+    assert turn(view(prompt("a", 200, until_stop=100)), LIMITS) == Turn(solo="a", tokens=100)
 
 
 def test_turns_are_never_over_the_chunk_and_start_small() -> None:
@@ -37,33 +78,21 @@ def test_turns_are_never_over_the_chunk_and_start_small() -> None:
 
 
 def test_short_prompts_enter_together_and_are_padded_only_to_each_other() -> None:
-    decided = plan(view(Waiting("a", 20), Waiting("b", 25), Waiting("c", 70), decoding=1), LIMITS)
+    decided = turn(view(prompt("a", 20), prompt("b", 25), prompt("c", 70), decoding=1), LIMITS)
     assert decided.join == ["a", "b"]  # with c, three rows of 70 would not fit into 80
 
 
 def test_a_short_prompt_waits_for_one_turn_of_a_long_one_however_many_there_are() -> None:
-    long = [Waiting(f"l{n}", 5000, admitted=True, last_turn=n) for n in range(2)]
-    short = Waiting("s", 30)
-    assert plan(view(*long, short, after_long=True), LIMITS).join == ["s"]
-    assert plan(view(*long, short, after_long=False), LIMITS).solo == "l0"
+    long = [prompt(f"l{n}", 5000, last_turn=n) for n in range(2)]
+    short = prompt("s", 30)
+    assert turn(view(*long, short, after_long=True), LIMITS).join == ["s"]
+    assert turn(view(*long, short, after_long=False), LIMITS).solo == "l0"
 
 
 def test_long_prompts_take_turns() -> None:
-    first, second = Waiting("a", 5000, admitted=True, last_turn=8), Waiting("b", 5000, admitted=True, last_turn=7)
-    assert plan(view(first, second, after_long=True), LIMITS).solo == "b"
-
-
-def test_no_more_are_admitted_than_there_are_rows() -> None:
-    waiting = [Waiting(str(n), 10) for n in range(5)]
-    assert plan(view(*waiting, decoding=2), LIMITS).admit == ["0", "1"]
-    assert plan(view(Waiting("p", 500, admitted=True), *waiting, decoding=3), LIMITS).admit == []
-
-
-def test_interactive_requests_are_admitted_before_batch_ones() -> None:
-    waiting = [Waiting("b", 10, batch_priority=True), Waiting("i", 10)]
-    assert plan(view(*waiting, decoding=3), LIMITS).admit == ["i"]
+    decided = turn(view(prompt("a", 5000, last_turn=8), prompt("b", 5000, last_turn=7), after_long=True), LIMITS)
+    assert decided.solo == "b"
 
 
 def test_prompts_of_one_token_form_a_group_of_their_own() -> None:
-    decided = plan(view(Waiting("a", 1), Waiting("b", 1), Waiting("c", 9)), LIMITS)
-    assert decided.join == ["a", "b"]
+    assert turn(view(prompt("a", 1), prompt("b", 1), prompt("c", 9)), LIMITS).join == ["a", "b"]

@@ -1,0 +1,162 @@
+"""What the engine keeps of every request: prefixes restored before a prompt is computed, and stored while it is.
+
+Stands between the scheduler's loop and the model's `PrefixCache`, on the engine thread. Whole blocks are stored after
+each turn and as they fill while decoding; the rest, with a checkpoint for models whose state cannot be cut, at the
+prompt's end, at the answer's end, and when a request leaves early. A model without a cache, and a request that wants
+none, go through the same calls and store nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from mlx.nn.layers.base import Module
+
+from omlxd.cache.errors import CacheInvariantError
+from omlxd.cache.prefix import Hit, PrefixCache
+from omlxd.engine.prefill import Prefill, new_caches
+from omlxd.engine.request import Request
+
+log = logging.getLogger(__name__)
+
+# How far apart a long prompt's checkpoints are, for models whose state cannot be cut.
+CHECKPOINT_TOKENS = 2048
+
+Caches = list[Any]
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What is known of one live request: the pinned hit it began with, and up to where it is stored."""
+
+    hit: Hit
+    stored: int
+    stops: list[int]  # positions of checkpoints to come, ascending
+
+
+class Prefixes:
+    """The prefixes of one model's requests."""
+
+    def __init__(self, model: Module, cache: PrefixCache | None) -> None:
+        self._model = model
+        self._cache = cache
+        self._live: dict[str, _Kept] = {}
+
+    @property
+    def block_size(self) -> int:
+        return self._cache.block_size if self._cache is not None else 0
+
+    @property
+    def only_at_checkpoints(self) -> bool:
+        return self._cache is not None and self._cache.recurrent
+
+    # -- before -------------------------------------------------------------------------------------------------------
+
+    def begin(self, request: Request) -> Prefill:
+        """Restores the longest stored prefix of the request's tokens."""
+        tokens = request.tokens
+        if self._cache is None or not request.job.use_cache:
+            return Prefill(self._model, tokens, new_caches(self._model))
+        hit = self._cache.lookup(tokens)
+        self._live[request.id] = _Kept(hit, hit.num_tokens, self._stops(request, hit.num_tokens))
+        if not request.drawn:
+            request.cached = hit.num_tokens
+        request.computed = min(hit.num_tokens, len(request.job.prompt))
+        return Prefill(self._model, tokens, hit.caches, hit.num_tokens)
+
+    def would_reuse(self, request: Request) -> int:
+        """How many of the request's tokens are stored now."""
+        if self._cache is None or not request.job.use_cache:
+            return 0
+        return self._cache.match_length(request.tokens)
+
+    def _stops(self, request: Request, done: int) -> list[int]:
+        """Where checkpoints are to be taken: at the ends of messages, and every so often in between."""
+        if not self.only_at_checkpoints:
+            return []
+        last = request.length - 1
+        regular = range(CHECKPOINT_TOKENS, last, CHECKPOINT_TOKENS)
+        return sorted({stop for stop in (*request.job.boundaries, *regular) if done < stop < last})
+
+    def stops(self, request: Request) -> list[int]:
+        """Where checkpoints will be taken, the prompt's end included."""
+        kept = self._live.get(request.id)
+        return [*kept.stops, request.length - 1] if kept is not None else []
+
+    def until_stop(self, request: Request, done: int, remaining: int) -> int:
+        """How many tokens may be computed before a checkpoint is due: `remaining` if none is."""
+        kept = self._live.get(request.id)
+        return kept.stops[0] - done if kept is not None and kept.stops else remaining
+
+    def stored(self, request: Request) -> int:
+        """How many of the request's tokens others can reuse by now."""
+        kept = self._live.get(request.id)
+        return kept.stored if kept is not None else 0
+
+    # -- meanwhile ----------------------------------------------------------------------------------------------------
+
+    def after_turn(self, request: Request, caches: Caches, position: int) -> None:
+        """The prompt has been computed up to `position`, on caches of its own."""
+        kept = self._live.get(request.id)
+        if kept is None:
+            return
+        if kept.stops and kept.stops[0] == position:
+            kept.stops.pop(0)
+            self._checkpoint(request, caches, position)
+        elif position == request.length - 1:
+            self._checkpoint(request, caches, position)
+        else:
+            self._publish(request, caches, position - position % self.block_size)
+
+    def fills_a_block(self, request: Request) -> bool:
+        """Whether the row's newest token completed a block that is not stored yet."""
+        kept = self._live.get(request.id)
+        return kept is not None and request.length - kept.stored >= self.block_size
+
+    def while_decoding(self, request: Request, caches: Caches) -> None:
+        """Stores the blocks that have filled; `caches` stand at the request's length."""
+        self._publish(request, caches, request.length - request.length % self.block_size)
+
+    def leave(self, request: Request, caches: Caches, position: int) -> None:
+        """Stores everything up to `position`, where the caches stand: the request ends, or leaves the batch."""
+        if position > 0:
+            self._checkpoint(request, caches, position)
+
+    def forget(self, request: Request) -> None:
+        """Ends the request's pins."""
+        kept = self._live.pop(request.id, None)
+        if kept is not None:
+            kept.hit.release()
+
+    # -- storing ------------------------------------------------------------------------------------------------------
+
+    def _publish(self, request: Request, caches: Caches, upto: int) -> None:
+        kept = self._live.get(request.id)
+        if self._cache is None or kept is None or upto <= kept.stored:
+            return
+        try:
+            self._cache.publish(request.tokens, caches, upto)
+        except CacheInvariantError:
+            self._give_up()
+        kept.stored = upto
+
+    def _checkpoint(self, request: Request, caches: Caches, position: int) -> None:
+        kept = self._live.get(request.id)
+        if self._cache is None or kept is None:
+            return
+        if not self.only_at_checkpoints and position <= kept.stored:
+            return
+        try:
+            self._cache.checkpoint(request.tokens, caches, position)
+        except CacheInvariantError:
+            self._give_up()
+        kept.stored = position
+
+    def _give_up(self) -> None:
+        """Our own bookkeeping is broken: the model goes on without its cache, and that is said loudly."""
+        log.exception("the prefix cache is inconsistent; this model runs without it from now on")
+        if self._cache is not None:
+            self._cache.close()
+        self._cache = None
