@@ -18,6 +18,12 @@ from omlxd.engine.sampling_settings import SamplingSettings
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 _MASK64 = (1 << 64) - 1
+# Beyond these a setting changes no draw any more, and infinities and NaN would take the place of the logits: the
+# narrowest type that logits come in is float16.
+_INVERSE_TEMPERATURES = (1e-30, 1e30)
+_REPETITION_PENALTIES = (1e-4, 1e4)
+_MAX_TOP_K = (1 << 31) - 1
+_LEAST_LOGPROB = -float(mx.finfo(mx.float32).max)  # of a token that cannot be: JSON has no infinity
 
 
 def row_key(seed: int, index: int, purpose: int = 0) -> list[int]:
@@ -99,9 +105,9 @@ class _Columns:
         if self.all_greedy:
             return
         self.greedy = mx.array([row.temperature == 0 for row in rows])
-        self.inverse_temperature = _column([1 / row.temperature if row.temperature else 1.0 for row in rows])
+        self.inverse_temperature = _column([_inverse(row.temperature) for row in rows])
         self._top_p = _column([row.top_p if row.top_p < 1 else math.inf for row in rows])
-        self._top_k = mx.array([[row.top_k] for row in rows])
+        self._top_k = mx.array([[min(row.top_k, _MAX_TOP_K)] for row in rows])
         self._min_p_gap = _column([math.log(row.min_p) if row.min_p > 0 else -math.inf for row in rows])
         self._xtc_probability = _column([row.xtc_probability for row in rows])
         self._xtc_threshold = _column([row.xtc_threshold for row in rows])
@@ -134,6 +140,11 @@ class _Columns:
         return mx.where(dropped, -mx.inf, logits)
 
 
+def _inverse(temperature: float) -> float:
+    least, most = _INVERSE_TEMPERATURES
+    return min(max(1 / temperature, least), most) if temperature else 1.0
+
+
 def _column(values: Sequence[float]) -> mx.array:
     return mx.array(list(values), dtype=mx.float32)[:, None]
 
@@ -149,6 +160,8 @@ class Penalties:
 
     def __init__(self, settings: SamplingSettings, *, prompt: Sequence[int], answer: Sequence[int], vocab_size: int):
         self._settings = settings
+        least, most = _REPETITION_PENALTIES
+        self._repetition = min(max(settings.repetition_penalty, least), most)
         self._seen = _counts([*prompt, *answer], vocab_size)
         self._answer = _counts(answer, vocab_size)
         self._prompt_ends = not answer
@@ -160,14 +173,15 @@ class Penalties:
             self._answer = self._answer.at[newest].add(1)
         self._prompt_ends = False
         settings = self._settings
-        if settings.repetition_penalty != 1.0:
-            penalised = mx.where(logits > 0, logits / settings.repetition_penalty, logits * settings.repetition_penalty)
+        if self._repetition != 1.0:
+            penalised = mx.where(logits > 0, logits / self._repetition, logits * self._repetition)
             logits = mx.where(self._seen > 0, penalised, logits)
         if settings.presence_penalty or settings.frequency_penalty:
             present = (self._answer > 0).astype(logits.dtype)
             counted = self._answer.astype(logits.dtype)
             logits = logits - settings.presence_penalty * present - settings.frequency_penalty * counted
-        return logits
+        largest = _largest(logits)
+        return mx.clip(logits, -largest, largest)
 
 
 def _counts(token_ids: Sequence[int], vocab_size: int) -> mx.array:
@@ -175,12 +189,20 @@ def _counts(token_ids: Sequence[int], vocab_size: int) -> mx.array:
     return counts.at[mx.array(list(token_ids))].add(1) if token_ids else counts
 
 
+def _largest(logits: mx.array) -> float:
+    """The largest logit that a client can bring about: two of them still add up to a finite number."""
+    return float(mx.finfo(logits.dtype).max) / 4
+
+
 def bias_processor(bias: Mapping[int, float]) -> LogitsProcessor:
-    """Adds each bias to its token's logit."""
+    """Adds each bias to its token's logit. Minus infinity bans a token; any other is cut to what stays finite."""
     ids, values = mx.array(list(bias)), mx.array(list(bias.values()), dtype=mx.float32)
+    banned = mx.array([value == -math.inf for value in bias.values()])
 
     def add(_tokens: mx.array, logits: mx.array) -> mx.array:
-        return logits.at[:, ids].add(values)
+        largest = _largest(logits)
+        finite = mx.where(banned, -mx.inf, mx.clip(values, -largest, largest))
+        return logits.at[:, ids].add(finite.astype(logits.dtype))
 
     return add
 
@@ -206,8 +228,11 @@ def processors(
 
 
 def logprobs_of(logprobs: mx.array, token_id: int, count: int) -> tuple[float, list[tuple[int, float]]]:
-    """The log-probability of `token_id` and the `count` best (id, log-probability), from a row's (vocabulary,)."""
+    """The log-probability of `token_id` and the `count` best (id, log-probability), from a row's (vocabulary,).
+
+    All are finite: a token that was banned has the least number that there is.
+    """
     best = mx.argsort(-logprobs)[:count]
     ids = [token_id, *cast("list[int]", best.tolist())]
-    values = cast("list[float]", logprobs[mx.array(ids)].tolist())
+    values = [max(value, _LEAST_LOGPROB) for value in cast("list[float]", logprobs[mx.array(ids)].tolist())]
     return values[0], list(zip(ids[1:], values[1:], strict=True))

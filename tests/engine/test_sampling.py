@@ -134,6 +134,45 @@ def test_a_bias_moves_its_token_alone() -> None:
     assert biased.tolist() == [[0, 0, 5, -math.inf, 0]]
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-45, 1e-6])
+def test_the_smallest_temperatures_take_the_best_token(temperature: float) -> None:
+    settings = SamplingSettings(seed=1, temperature=temperature, top_k=5, xtc_probability=0.0)
+    assert set(draws(settings, ladder()[:, ::-1], 20)) == {VOCABULARY - 1}
+
+
+def test_the_largest_temperatures_draw_from_what_the_limits_leave() -> None:
+    assert set(draws(SamplingSettings(seed=1, temperature=1e308, top_k=2), ladder()[:, ::-1])) == {10, 11}
+
+
+def test_a_top_k_beyond_every_vocabulary_and_every_integer_of_the_device_is_no_limit() -> None:
+    assert draws(SamplingSettings(seed=1, temperature=1.0, top_k=1 << 70), ladder()) == draws(
+        SamplingSettings(seed=1, temperature=1.0, top_k=VOCABULARY), ladder()
+    )
+
+
+@pytest.mark.parametrize("kind", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("penalty", [1e-300, 1e-30, 1e30, 1e300])
+def test_the_hardest_penalties_leave_finite_logits(kind: mx.Dtype, penalty: float) -> None:
+    settings = SamplingSettings(seed=0, repetition_penalty=penalty, presence_penalty=-2.0, frequency_penalty=2.0)
+    logits = mx.array([[0.0, 50.0, -50.0, *[1.0] * (VOCABULARY - 3)]], dtype=kind)
+    after = Penalties(settings, prompt=[0, 1, 2], answer=[1], vocab_size=VOCABULARY)(mx.array([1]), logits)
+    assert bool(mx.isfinite(after).all())
+    assert bool(mx.isfinite(after - mx.logsumexp(after.astype(mx.float32), axis=-1, keepdims=True)).all())
+
+
+@pytest.mark.parametrize("kind", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("value", [1e5, 1e39, -1e39, 1e300, -1e300])
+def test_the_largest_biases_leave_finite_logits_and_decide(kind: mx.Dtype, value: float) -> None:
+    after = bias_processor({2: value, 3: value})(mx.array([0]), mx.full((1, 5), 40.0, dtype=kind))
+    assert bool(mx.isfinite(after).all())
+    assert int(mx.argmax(after)) == (2 if value > 0 else 0)
+
+
+def test_a_banned_token_has_a_logprob_that_json_can_say() -> None:
+    chosen, best = logprobs_of(mx.array([0.0, -math.inf]), 1, 2)
+    assert [chosen, *(value for _, value in best)] == [-mx.finfo(mx.float32).max, 0.0, -mx.finfo(mx.float32).max]
+
+
 def test_logprobs_are_those_of_the_chosen_and_of_the_best() -> None:
     chosen, best = logprobs_of(ladder()[0], 4, 2)
     assert chosen == pytest.approx(-5 * math.log(2))
