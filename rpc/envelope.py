@@ -62,6 +62,9 @@ class _Envelope(Struct):
     error: Raw = _ABSENT
 
 
+# What JavaScript makes of a text that was cut inside an emoji; few would know it from a JSON parser's words.
+_HALF_A_PAIR: Final = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
+
 _decode = msgspec.json.Decoder(_Envelope).decode
 _decode_batch = msgspec.json.Decoder(list[Raw]).decode
 _decode_any = msgspec.json.Decoder().decode
@@ -74,7 +77,7 @@ def read_frame(frame: bytes) -> Members:
         try:
             frame.decode()
         except UnicodeDecodeError as exc:
-            return Members([Refused(parse_error(f"invalid UTF-8 at byte {exc.start}"))])
+            return Members([Refused(parse_error(f"invalid UTF-8 at byte {exc.start}"), leading_id(frame))])
     if frame.lstrip()[:1] != b"[":
         member = _read_member(frame)
         return Members([] if member is None else [member])
@@ -82,7 +85,7 @@ def read_frame(frame: bytes) -> Members:
 
 
 def leading_id(head: bytes) -> bytes:
-    """The id of a request of which only the beginning is known, where it stands in front; else null."""
+    """The id of a request that cannot be read as a whole, where it stands in front; else null."""
     found = _LEADING_ID.match(head)
     return found.group(1) if found else NULL
 
@@ -100,7 +103,7 @@ def _read_batch(frame: bytes) -> Members:
     try:
         texts = _decode_batch(frame)
     except (msgspec.DecodeError, RecursionError) as exc:
-        return Members([Refused(parse_error(_reason(exc)))])
+        return Members([Refused(parse_error(_reason(exc, frame)))])
     if not texts:
         return Members([Refused(invalid_request("a batch has at least one member"))])
     members = [_read_member(text) for text in texts]
@@ -137,9 +140,12 @@ def _refuse_text(text: bytes | Raw, cause: Exception) -> Refused:
     try:
         msgspec.json.decode(text, type=Raw)
     except (msgspec.DecodeError, RecursionError):
-        return Refused(parse_error(_reason(cause)))
+        return Refused(parse_error(_reason(cause, text)), leading_id(bytes(text)))
     return Refused(invalid_request(f"a request is an object: {cause}"))
 
 
-def _reason(exc: Exception) -> str:
-    return "nested too deeply" if isinstance(exc, RecursionError) else str(exc)
+def _reason(exc: Exception, text: bytes | Raw) -> str:
+    if isinstance(exc, RecursionError):
+        return "nested too deeply"
+    half = _HALF_A_PAIR.search(text)
+    return str(exc) if half is None else f"{exc}; byte {half.start()} begins an escape that is half of a surrogate pair"

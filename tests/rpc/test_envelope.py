@@ -46,13 +46,23 @@ BAD = [
     (b'{"jsonrpc":"2.0","id":4,"method":"ping","params":[1]}', (-32602, 4)),
     (b'{"jsonrpc":"2.0","id":4,"method":"tokenize"}', (-32602, 4)),
     (b'{"jsonrpc":"2.0","id":4,"method":"tokenize","params":{"model":5,"text":""}}', (-32602, 4)),
-    (b'{"jsonrpc":"2.0","id":4,"method":"ping","params":{"a":NaN}}', (-32700, None)),
-    (b'{"jsonrpc":"2.0","id":4,"method":"ping"} {}', (-32700, None)),
-    (b'{"jsonrpc":"2.0","id":4,"method":"\xff"}', (-32700, None)),
+    (b'{"jsonrpc":"2.0","id":4,"method":"ping","params":{"a":NaN}}', (-32700, 4)),
+    (b'{"jsonrpc":"2.0","id":4,"method":"ping"} {}', (-32700, 4)),
+    (b'{"jsonrpc":"2.0","id":4,"method":"\xff"}', (-32700, 4)),
+    (b'{"jsonrpc":"2.0","method":"ping","params":{"a":NaN},"id":4}', (-32700, None)),
+    (b'[{"jsonrpc":"2.0","id":4,"method":"ping"},', (-32700, None)),
     (b'{"a":' * 100_000, (-32700, None)),
     (b"[" * 100_000, (-32700, None)),
     (b'{"a":"\\ud800"}', (-32700, None)),
 ]
+
+
+async def test_half_a_surrogate_pair_is_refused_in_words_and_with_the_id(backend: FakeBackend, path: Path) -> None:
+    async with serving(backend, path) as server, server.peer() as peer:
+        await peer.send(b'{"jsonrpc":"2.0","id":4,"method":"ping","params":{"a":"cut \\ud83d"}}')
+        answer = await peer.answer()
+        assert (answer["error"]["code"], answer["id"]) == (-32700, 4)
+        assert "byte 59 begins an escape that is half of a surrogate pair" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("headers", [False, True])
