@@ -136,7 +136,8 @@ class _Live:
         async with self._pool.lease(request.model, autoload=request.autoload, progress=self._report) as engine:
             self._waits_for = "its tokens"
             prompt = await engine.token_ids(request.prompt)
-            job = make_job(request, prompt, engine.facts, id=self.id, arrived=self._arrived)
+            boundaries = await engine.boundaries(request.prompt, prompt)
+            job = make_job(request, prompt, engine.facts, id=self.id, arrived=self._arrived, boundaries=boundaries)
             engine.submit(job, self.stream)
             self._engine = engine
             await self.stream.wait_ended()

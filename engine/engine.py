@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from omlxd.engine.api import EngineFailed, GenerationResult, OmlxError, Prompt, QueueFull, RequestInfo
+from omlxd.engine.boundaries import boundaries
 from omlxd.engine.inbox import Abort, Close, Closed, Inbox, Submit
 from omlxd.engine.job import Job
 from omlxd.engine.model import LoadedModel, ModelFacts
@@ -35,6 +36,7 @@ class Engine:
         """Takes `loaded` over: whoever made it must drop it, or the model outlives its engine."""
         self.facts: ModelFacts = loaded.facts
         self._tokenizer = loaded.tokenizer
+        self._wants_boundaries = loaded.cache is not None and loaded.cache.recurrent
         # One thread: a tokenizer is used by one prompt at a time, and a long one holds up neither loop nor engine.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix=f"tokenizer-{loaded.facts.name}")
         self._limits = limits
@@ -56,6 +58,12 @@ class Engine:
     async def token_ids(self, prompt: Prompt) -> Sequence[int]:
         """The prompt as the model reads it. Raises InvalidParams, Unsupported."""
         return await self._loop.run_in_executor(self._tokenizing, token_ids, prompt, self._tokenizer, self.facts)
+
+    async def boundaries(self, prompt: Prompt, ids: Sequence[int]) -> Sequence[int]:
+        """Where checkpoints are worth taking in a prompt; nowhere for a model whose state can be cut anywhere."""
+        if not self._wants_boundaries:
+            return ()
+        return await self._loop.run_in_executor(self._tokenizing, boundaries, prompt, ids, self._tokenizer, self.facts)
 
     async def text(self, ids: Sequence[int]) -> str:
         """What the ids stand for, special tokens included. Raises InvalidParams."""

@@ -50,7 +50,15 @@ def check_supported(request: GenerateRequest) -> None:
             raise Unsupported(what, "this version of omlxd does not have it yet; leave it out")
 
 
-def make_job(request: GenerateRequest, prompt: Sequence[int], facts: ModelFacts, *, id: str, arrived: float) -> Job:
+def make_job(
+    request: GenerateRequest,
+    prompt: Sequence[int],
+    facts: ModelFacts,
+    *,
+    id: str,
+    arrived: float,
+    boundaries: Sequence[int] = (),
+) -> Job:
     """`arrived` is on the engine's clock. Raises ContextTooLong, InvalidParams."""
     stopping = request.stopping
     settings = resolve(request.sampling, facts.defaults, seed=secrets.randbelow(SEEDS))
@@ -69,6 +77,7 @@ def make_job(request: GenerateRequest, prompt: Sequence[int], facts: ModelFacts,
         batch_priority=request.priority == "batch",
         use_cache=request.cache,
         arrived=arrived,
+        boundaries=boundaries,
     )
 
 

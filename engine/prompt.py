@@ -18,10 +18,35 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 # A template is a program that came with the model; this is what running one over odd messages raises.
-TEMPLATE_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-# Ours to set when the template is rendered; a client's value would collide.
+TEMPLATE_FAILURES = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+# Not variables of a template but parameters of the call that renders it: ours to set. `documents` is a client's.
 RESERVED_KWARGS = frozenset(
-    {"conversation", "tokenize", "return_dict", "return_tensors", "add_generation_prompt", "continue_final_message"}
+    {
+        "self",
+        "conversation",
+        "messages",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
 )
 
 
@@ -34,7 +59,7 @@ def token_ids(prompt: Prompt, tokenizer: TokenizerWrapper, facts: ModelFacts) ->
         return _not_empty(_checked(prompt.token_ids, facts, "prompt"), "prompt")
     if isinstance(prompt, TextPrompt):
         return _not_empty(encode(prompt.text, tokenizer), "prompt")
-    return _not_empty(_render(prompt, tokenizer, facts), "messages")
+    return _not_empty(render(prompt, tokenizer, facts), "messages")
 
 
 def encode(text: str, tokenizer: TokenizerWrapper) -> list[int]:
@@ -68,7 +93,10 @@ def _not_empty(ids: list[int], field: str) -> list[int]:
     return ids
 
 
-def _render(prompt: ChatPrompt, tokenizer: TokenizerWrapper, facts: ModelFacts) -> list[int]:
+def render(
+    prompt: ChatPrompt, tokenizer: TokenizerWrapper, facts: ModelFacts, *, generation_prompt: bool = True
+) -> list[int]:
+    """The conversation by the model's template, with or without the words that begin an answer."""
     if not facts.has_chat_template:
         reason = f"{facts.name} has no chat template; use generate.complete with a prompt of your own"
         raise Unsupported("chat", reason)
@@ -80,7 +108,7 @@ def _render(prompt: ChatPrompt, tokenizer: TokenizerWrapper, facts: ModelFacts) 
     messages = [_plain(message) for message in prompt.messages]
     try:
         text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **prompt.template_kwargs
+            messages, tokenize=False, add_generation_prompt=generation_prompt, **prompt.template_kwargs
         )
     except TEMPLATE_FAILURES as exc:
         raise InvalidParams("messages", f"the model's chat template refused them: {exc}") from None

@@ -59,6 +59,9 @@ class FakeEngine:
     async def token_ids(self, prompt: Prompt) -> Sequence[int]:
         return []
 
+    async def boundaries(self, prompt: Prompt, ids: Sequence[int]) -> Sequence[int]:
+        return []
+
     async def text(self, token_ids: Sequence[int]) -> str:
         return ""
 
