@@ -43,9 +43,10 @@ def cut(held: Held, start: int, stop: int) -> Piece:
     tail = min(num_tokens, max(0, stop - max(start, held.first)))
     head = min(num_tokens - tail, max(0, held.sink - start))
     if head + tail == num_tokens and head:  # the sink ends where the rest begins: one run of rows
-        row = start
-        return Piece(tuple(_rows(array, row, row + num_tokens) for array in held.arrays), num_tokens, 0, num_tokens)
-    last = held.sink + stop - held.first
+        return Piece(tuple(_rows(array, start, stop) for array in held.arrays), num_tokens, 0, num_tokens)
+    last = held.sink + stop - held.first if tail else 0
+    if not head:
+        return Piece(tuple(_rows(array, last - tail, last) for array in held.arrays), num_tokens, 0, tail)
     arrays = tuple(_joined([_rows(a, start, start + head), _rows(a, last - tail, last)]) for a in held.arrays)
     return Piece(arrays, num_tokens, head, tail)
 

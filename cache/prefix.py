@@ -107,11 +107,18 @@ class PrefixCache:
             match = self._tree.match(specs, media, self._limit(tokens))
             for entry in _entries(match):
                 self._tier.pin_locked(entry)
+        done = False
+        try:
+            hit = Hit(self, self._restored(match), match)
+            done = True
+        finally:
+            if not done:
+                self.release(_entries(match))
         self._counts.lookups += 1
         self._counts.lookup_tokens += len(tokens)
         self._counts.hits += match.position > 0
         self._counts.reused_tokens += match.position
-        return Hit(self, self._restored(match), match)
+        return hit
 
     def explain(self, tokens: Sequence[int], media: Sequence[MediaSpan] = ()) -> Explanation:
         """Why no more of this prompt would be reused."""

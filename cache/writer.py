@@ -67,9 +67,11 @@ class Writer:
     def publish(self, tokens: Sequence[int], caches: Sequence[Leaf], upto: int, media: Sequence[MediaSpan] = ()) -> int:
         if not self._layout.sliceable:
             return 0  # nothing can be cut: such a model stores blocks with its checkpoints
-        path, new = self._publish(tokens, caches, upto, media)
-        self.release(path)
-        return new
+        path: list[Block] = []
+        try:
+            return self._publish(path, tokens, caches, upto, media)
+        finally:
+            self.release(path)
 
     def checkpoint(
         self, tokens: Sequence[int], caches: Sequence[Leaf], position: int, media: Sequence[MediaSpan] = ()
@@ -79,10 +81,12 @@ class Writer:
             return False
         if any(held.stop != position for held in self._layout.held(caches, position)):
             raise CacheInvariantError(f"a checkpoint at {position} was asked of caches that stand elsewhere")
-        path, _ = self._publish(tokens, caches, position, media)
-        stored = self._attach(path, self._specs(tokens[:position], media), caches)
-        self.release(path)
-        return stored
+        path: list[Block] = []
+        try:
+            self._publish(path, tokens, caches, position, media)
+            return self._attach(path, self._specs(tokens[:position], media), caches)
+        finally:
+            self.release(path)
 
     def release(self, entries: Sequence[Block | Checkpoint]) -> None:
         """Ends pins, and evicts what had no room but for them."""
@@ -96,22 +100,28 @@ class Writer:
         del gone  # outside the lock: this frees arrays
 
     def _publish(
-        self, tokens: Sequence[int], caches: Sequence[Leaf], upto: int, media: Sequence[MediaSpan]
-    ) -> tuple[list[Block], int]:
-        """The stored blocks of the first `upto` tokens, all pinned once, and how many were cut now."""
+        self,
+        path: list[Block],
+        tokens: Sequence[int],
+        caches: Sequence[Leaf],
+        upto: int,
+        media: Sequence[MediaSpan],
+    ) -> int:
+        """Pins the stored blocks of the first `upto` tokens, adds them to `path`, and returns how many were cut."""
         held = self._layout.held(caches, upto)
         specs = self._specs(tokens[:upto], media)
         with self._tier.lock:
             if self._tree.closed or not self._tier.budget_locked:
-                return [], 0
-            path, jobs = self._plan(specs)
-            for block in path:
+                return 0
+            there, jobs = self._plan(specs)
+            for block in there:
                 self._tier.touch_locked(block)
                 self._tier.pin_locked(block)
+                path.append(block)
         cuts = [(job, _pieces(job, held)) for job in jobs]
         changed = self._linked(path, cuts)
         self._computed(changed)
-        return path, len(changed)
+        return len(changed)
 
     def _plan(self, specs: Sequence[BlockSpec]) -> tuple[list[Block], list[_Job]]:
         """The blocks that are there already, and what is to be cut, both in order."""

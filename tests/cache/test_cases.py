@@ -140,6 +140,18 @@ def test_pc15_a_hit_never_ends_inside_a_picture(text):
         assert run.cached_tokens == (stop if stop >= text + 9 else text)
 
 
+@pytest.mark.parametrize("computed", [4, 6, 8, 12])
+def test_pc15_a_prefill_that_was_aborted_inside_a_picture_is_used_up_to_the_picture(computed):
+    cache, tokens, picture = new_cache("llama", block=4), prompt(20), (MediaSpan(5, 12, RED),)
+    hit = cache.lookup(tokens, picture)
+    model("llama")(mx.array(tokens[:computed])[None], cache=hit.caches)
+    cache.publish(tokens, hit.caches, computed, picture)
+    hit.release()
+    assert cache.match_length(tokens, picture) == (5 if 5 < computed < 12 else computed)
+    run = generate("llama", cache, tokens, media=picture)
+    assert_cold("llama", tokens, run)
+
+
 def lora(directory, seed):
     """Random LoRA weights in a directory of their own, and a model that has them."""
     net = build("llama")
