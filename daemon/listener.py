@@ -1,18 +1,26 @@
 """The socket's place in the file system: private, published whole, never taken from a living owner.
 
-Owns the socket file from bind to unlink, and the rule that its directory is the user's alone. Called by `daemon.main`
-on the main thread before any other starts; the event loop then accepts on `Listener.socket`.
+Owns the socket file from bind to unlink, and the rule that its directory is the user's alone; the file of a socket that
+a supervisor handed over is the supervisor's. Called by `daemon.main` on the main thread before any other starts; the
+event loop then accepts on `Listener.socket`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
+import select
 import socket
 import stat
+from typing import Final
 
 from omlxd.daemon.lock import InstanceLock
 from omlxd.daemon.paths import MAX_SOCKET_BYTES, SocketPathTooLong
+from omlxd.rpc.peer import is_welcome, peer_uid
+
+INTERNAL_ERROR: Final = -32603
 
 
 class UnsafePlace(Exception):
@@ -28,25 +36,76 @@ class SocketInUse(Exception):
 
 
 class Listener:
-    """A listening, non-blocking Unix socket, mode 0600, at `path`; closing it removes the file if it is still ours."""
+    """A listening, non-blocking Unix socket at `path`; closing it removes the file if it is ours and still there."""
 
-    def __init__(self, path: str, sock: socket.socket) -> None:
+    def __init__(self, path: str, sock: socket.socket, *, is_ours: bool) -> None:
         self.path = path
         self.socket = sock
-        self._identity = _identity(path)
+        self.is_ours = is_ours
+        self._name = path  # where the file is just now
+        self._identity = _identity(path) if is_ours else None
+
+    def hide(self) -> None:
+        """Takes the name away: clients stay connected, those in the backlog keep their place, and no new one comes.
+
+        Of a socket that was handed over there is nothing to hide: its clients wait for the next daemon.
+        """
+        self._move(os.path.join(os.path.dirname(self.path), _temporary_name()))
+
+    def show(self) -> None:
+        """Gives the name back, with the lock still held."""
+        self._move(self.path)
+
+    def has_visitor(self) -> bool:
+        """Whether a client has connected that nobody has accepted yet."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         """Idempotent. To be called with the lock still held: the next owner publishes right after."""
-        if self._identity is not None and _identity(self.path) == self._identity:
-            os.unlink(self.path)
+        if self._has_file():
+            os.unlink(self._name)
         self._identity = None
         self.socket.close()  # the event loop may have done so before
+
+    def _move(self, name: str) -> None:
+        if self._has_file():
+            os.rename(self._name, name)
+            self._name = name
+
+    def _has_file(self) -> bool:
+        """False once somebody has put another file in its place."""
+        return self._identity is not None and _identity(self._name) == self._identity
 
     def __enter__(self) -> Listener:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def adopt(sock: socket.socket) -> Listener:
+    """A socket that a supervisor listens on for us; it may be any path, and belongs to the supervisor for good."""
+    return Listener(os.path.abspath(os.fsdecode(sock.getsockname())), sock, is_ours=False)
+
+
+def turn_away(listener: Listener, reason: str) -> None:
+    """Answers who waits on a socket that was handed over with an error, and hangs up: nobody will serve them.
+
+    Unanswered, they would have the supervisor start one daemon after another. Strangers are not told the reason.
+    """
+    error = {"code": INTERNAL_ERROR, "message": f"omlxd cannot start: {reason}", "data": {"kind": "internal"}}
+    line = json.dumps({"jsonrpc": "2.0", "error": error, "id": None}).encode() + b"\n"
+    while True:
+        try:
+            client, _ = listener.socket.accept()
+        except OSError:
+            return  # nobody is left
+        with client, contextlib.suppress(OSError):  # who has left already needs no answer
+            client.setblocking(False)
+            if is_welcome(peer_uid(client), os.geteuid()):
+                client.send(line)
 
 
 def make_private(directory: str) -> None:
@@ -80,7 +139,7 @@ def publish(path: str, lock: InstanceLock) -> Listener:
     """
     _check_vacant(path)
     directory = os.path.dirname(path)
-    temporary = os.path.join(directory, f".{os.getpid():x}")  # as short as can be: it has to fit as well
+    temporary = os.path.join(directory, _temporary_name())
     if len(os.fsencode(temporary)) > MAX_SOCKET_BYTES:
         raise SocketPathTooLong(temporary, len(os.fsencode(temporary)))
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -91,11 +150,15 @@ def publish(path: str, lock: InstanceLock) -> Listener:
         sock.listen(socket.SOMAXCONN)
         sock.setblocking(False)
         os.rename(temporary, path)
-        return Listener(path, sock)
+        return Listener(path, sock, is_ours=True)
     except BaseException:
         sock.close()
         _unlink_if_there(temporary)
         raise
+
+
+def _temporary_name() -> str:
+    return f".{os.getpid():x}"  # as short as can be: it has to fit into a socket's path as well
 
 
 def _check_vacant(path: str) -> None:

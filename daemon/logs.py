@@ -11,6 +11,7 @@ import json
 import logging
 import logging.handlers
 import os
+import stat
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from omlxd.daemon.settings import LogSettings
 _MAX_LINE = 8000  # characters of one record, traceback included
 _REPEATS = 5  # of one warning in a window are written
 _WINDOW_S = 60.0
+_MAX_OUTPUT_BYTES = 1 << 20  # of what a supervisor catches before the log is open
 _MAX_KINDS = 256  # warnings told apart; beyond that all are written
 
 
@@ -123,9 +125,24 @@ def set_up(path: str, settings: LogSettings, *, as_json: bool, to_stderr: bool) 
     for target in targets:
         target.setFormatter(JsonLines() if as_json else Lines())
     logging.basicConfig(handlers=[Counted(targets)], level=logging.WARNING)
-    logging.getLogger("omlxd").setLevel(settings.level.upper())
+    set_level(settings.level)
     logging.captureWarnings(True)
     logging.raiseExceptions = False  # a full disk or a closed terminal must not add to what fails
+
+
+def set_level(level: str) -> None:
+    """What omlxd's own modules log from now on: a level of the settings."""
+    logging.getLogger("omlxd").setLevel(level.upper())
+
+
+def trim_output(descriptor: int) -> None:
+    """Empties the file that a supervisor has put in place of standard error, once it has grown.
+
+    Nobody rotates that file, and it is held open for the job's life; opened for appending, it can be cut at any time.
+    """
+    state = os.fstat(descriptor)
+    if stat.S_ISREG(state.st_mode) and state.st_size > _MAX_OUTPUT_BYTES:
+        os.ftruncate(descriptor, 0)
 
 
 def _cut(text: str) -> str:

@@ -21,10 +21,12 @@ from typing import NoReturn
 
 import omlxd
 from omlxd.daemon import logs, settings, settings_file
-from omlxd.daemon.listener import Listener, SocketInUse, UnsafePlace, make_private, publish
+from omlxd.daemon.listener import Listener, SocketInUse, UnsafePlace, adopt, make_private, publish, turn_away
 from omlxd.daemon.lock import AlreadyRunning, InstanceLock
 from omlxd.daemon.paths import Paths, SocketPathTooLong
-from omlxd.daemon.settings import ConfigError, Settings
+from omlxd.daemon.reload import LiveSettings
+from omlxd.daemon.settings import ConfigError
+from omlxd.launchd.activation import ActivationFailed, Launchd, ListenFds, activated_listeners
 
 EXIT_ALREADY_RUNNING = 1
 EXIT_FAILED = 70  # EX_SOFTWARE of sysexits.h
@@ -32,7 +34,7 @@ EXIT_CONFIG = 78  # EX_CONFIG
 
 _EXIT_CODES = """\
 exit codes: 0 stopped as asked; 1 another daemon has this home or socket; 2 usage; 70 a bug, see the log; 78 the
-settings, the home or the socket's place cannot be used. With --supervised=launchd 1 and 78 become 0, because starting
+settings, the home or the socket cannot be used. With --supervised=launchd 1 and 78 become 0, because starting
 again would not help.
 """
 
@@ -75,37 +77,58 @@ def _stop_early(number: int, _: FrameType | None) -> NoReturn:
 
 def _live(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as held:
+        handed: Listener | None = None
         try:
-            listener, read, paths = _open(options, held)
+            handed = _handed_over(options, held)
+            listener, live, paths = _open(options, held, handed)
         except (AlreadyRunning, SocketInUse) as error:
-            return _refuse(str(error), EXIT_ALREADY_RUNNING, options)
-        except (ConfigError, SocketPathTooLong, UnsafePlace) as error:
-            return _refuse(str(error), EXIT_CONFIG, options)
+            return _refuse(str(error), EXIT_ALREADY_RUNNING, options, handed)
+        except (ActivationFailed, ConfigError, SocketPathTooLong, UnsafePlace) as error:
+            return _refuse(str(error), EXIT_CONFIG, options, handed)
         except OSError as error:
-            return _refuse(f"cannot start: {error}", EXIT_CONFIG, options)
-        return _serve(listener, read, paths)
+            return _refuse(f"cannot start: {error}", EXIT_CONFIG, options, handed)
+        return _serve(listener, live, paths)
 
 
-def _open(options: argparse.Namespace, held: contextlib.ExitStack) -> tuple[Listener, Settings, Paths]:
+def _handed_over(options: argparse.Namespace, held: contextlib.ExitStack) -> Listener | None:
+    """The socket that launchd or systemd listens on for us, if one does."""
+    supervisor = Launchd() if options.supervised else ListenFds(os.environ, os.getpid())
+    listeners = [held.enter_context(adopt(handed)) for handed in activated_listeners(supervisor)]
+    if len(listeners) > 1:
+        raise ActivationFailed(f"{len(listeners)} sockets were handed over, omlxd serves one; take the others away")
+    return listeners[0] if listeners else None
+
+
+def _open(
+    options: argparse.Namespace, held: contextlib.ExitStack, handed: Listener | None
+) -> tuple[Listener, LiveSettings, Paths]:
     """Everything that can refuse to start. What it takes is left in `held`, to be given back in reverse order."""
     env = dict(os.environ)
     if options.home:
         env["OMLXD_HOME"] = options.home
     paths = Paths.from_env(env)
-    paths.check_socket()
+    if handed is None:
+        paths.check_socket()
     make_private(paths.home)
-    read = settings.load(paths.config, env)
+    load = partial(settings.load, paths.config, env)
+    read = load()
     lock = held.enter_context(InstanceLock(paths.lock, omlxd.__version__))
-    if os.path.dirname(paths.socket) != paths.home:
+    if handed is None and os.path.dirname(paths.socket) != paths.home:
         make_private(os.path.dirname(paths.socket))
         lock = held.enter_context(InstanceLock(f"{paths.socket}.lock", omlxd.__version__))  # of another home's daemon
     settings_file.create_default(paths.config)
     as_json, to_stderr = options.log_json or read.log.json, not (options.quiet or options.supervised)
+    if options.supervised:
+        logs.trim_output(sys.stderr.fileno())
     logs.set_up(paths.log_file, read.log, as_json=as_json, to_stderr=to_stderr)
-    return held.enter_context(publish(paths.socket, lock)), read, paths
+    if handed is None:
+        return held.enter_context(publish(paths.socket, lock)), LiveSettings(read, load), paths
+    if handed.path != paths.socket:
+        _log.warning("listening at %s, where omlxctl does not look: it looks at %s", handed.path, paths.socket)
+    return handed, LiveSettings(read, load), Paths(paths.home, handed.path)
 
 
-def _serve(listener: Listener, read: Settings, paths: Paths) -> int:
+def _serve(listener: Listener, live: LiveSettings, paths: Paths) -> int:
     _log.info("omlxd %s, pid %d, home %s", omlxd.__version__, os.getpid(), paths.home)
     try:
         import anyio  # clients wait in the socket's backlog by now, so what takes time to import comes here
@@ -113,15 +136,17 @@ def _serve(listener: Listener, read: Settings, paths: Paths) -> int:
         from omlxd.daemon.run import run
         from omlxd.daemon.service import build_service
 
-        anyio.run(run, listener, read, partial(build_service, read, paths))
+        anyio.run(run, listener, live, partial(build_service, live, paths))
     except Exception:  # noqa: BLE001 - the top of the main thread
         _log.exception("the daemon failed")
         return EXIT_FAILED
     return 0
 
 
-def _refuse(reason: str, code: int, options: argparse.Namespace) -> int:
+def _refuse(reason: str, code: int, options: argparse.Namespace, handed: Listener | None) -> int:
     print(f"omlxd: {reason}", file=sys.stderr)
+    if handed is not None:
+        turn_away(handed, reason)
     return 0 if options.supervised else code
 
 

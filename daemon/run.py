@@ -14,9 +14,11 @@ from typing import Protocol
 import anyio
 from anyio.abc import TaskStatus
 
+from omlxd.daemon.idle import IdleClock
 from omlxd.daemon.listener import Listener
+from omlxd.daemon.reload import LiveSettings
 from omlxd.daemon.settings import Settings
-from omlxd.engine.api import Backend
+from omlxd.engine.api import Backend, OmlxError
 from omlxd.rpc.connection import RpcLimits
 from omlxd.rpc.server import Server
 
@@ -31,6 +33,11 @@ OnShutdown = Callable[[float | None], None]
 class Service(Backend, Protocol):
     """The backend with a beginning and an end. Both are called on the event loop."""
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is live or a model is on its way in or out, for whomever."""
+        ...
+
     async def start(self) -> None: ...
 
     async def close(self) -> None:
@@ -42,35 +49,61 @@ class _End:
     """When the daemon should end. A request for the end may only bring it nearer."""
 
     def __init__(self, default_grace_s: float) -> None:
-        self._default_grace_s = default_grace_s
+        self.default_grace_s = default_grace_s
         self.wanted = anyio.Event()
         self.grace = anyio.CancelScope()  # cancelled when the grace is over
 
     def ask(self, grace_s: float | None) -> None:
-        grace_s = self._default_grace_s if grace_s is None else grace_s
+        grace_s = self.default_grace_s if grace_s is None else grace_s
         self.grace.deadline = min(self.grace.deadline, anyio.current_time() + grace_s)
         if not self.wanted.is_set():
             _log.info("stopping; live requests have %g s to end", grace_s)
         self.wanted.set()
 
 
-async def run(listener: Listener, settings: Settings, build: Callable[[OnShutdown], Service]) -> None:
-    """Serves on `listener` until a signal or `daemon.shutdown`, then ends what runs. `build` makes the service.
+async def run(listener: Listener, live: LiveSettings, build: Callable[[OnShutdown], Service]) -> None:
+    """Serves on `listener` until a signal, `daemon.shutdown` or `daemon.idle_exit_s`, then ends what runs.
 
-    While it drains, the service refuses new work; a second signal ends the grace at once.
+    `build` makes the service. While it drains, the service refuses new work; a second signal ends the grace at once.
     """
+    settings = live.started
     end = _End(settings.daemon.grace_s)
     service = build(end.ask)
     server = Server(service, RpcLimits(settings.rpc.max_frame_bytes, settings.rpc.max_in_flight))
+    idle = IdleClock(lambda: None if service.is_busy else server.quiet_since(), settings.daemon.idle_exit_s)
+
+    def take_up(new: Settings) -> None:
+        end.default_grace_s = new.daemon.grace_s
+        idle.set_limit(new.daemon.idle_exit_s)
+
+    live.taken_up_by(take_up, "daemon.grace_s", "daemon.idle_exit_s")
     async with anyio.create_task_group() as tasks:
         await tasks.start(_obey_signals, service, end)
         tasks.start_soon(server.serve, listener.socket)
         await service.start()
         _log.info("ready at %s", listener.path)
+        tasks.start_soon(_end_when_idle, idle, listener, server, service)
         await end.wanted.wait()
         await _wind_up(server, service, end)
         tasks.cancel_scope.cancel()
     _log.info("stopped")
+
+
+async def _end_when_idle(idle: IdleClock, listener: Listener, server: Server, service: Service) -> None:
+    """Asks for the end unless somebody is just coming in. No client that has connected is lost.
+
+    Between the look at the door and closing it nothing else runs. Our own socket has lost its name by then; who comes
+    to one that a supervisor holds waits there for the next daemon.
+    """
+    while True:
+        await idle.wait()
+        listener.hide()
+        if not listener.has_visitor():
+            _log.info("nobody has asked for anything; ending as daemon.idle_exit_s says")
+            server.stop_accepting()
+            service.request_shutdown(None)
+            return
+        listener.show()
 
 
 async def _wind_up(server: Server, service: Service, end: _End) -> None:
@@ -93,10 +126,18 @@ async def _obey_signals(
         task_status.started()
         async for number in signals:
             if number == signal.SIGHUP:
-                _log.info("SIGHUP: the settings are read at start only; restart the daemon to apply them")
+                await _reload(service)
             elif end.wanted.is_set():
                 _log.info("%s again: not waiting any longer", number.name)
                 end.ask(0.0)
             else:
                 _log.info("%s", number.name)
                 service.request_shutdown(None)
+
+
+async def _reload(service: Service) -> None:
+    """What the service says about it is in the log already; a refusal changes nothing and must not end the daemon."""
+    try:
+        await service.reload()
+    except OmlxError as error:
+        _log.error("SIGHUP: %s; the settings stay as they were", error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import importlib.metadata
+import logging
 import os
 import platform
 import sys
@@ -18,9 +19,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from omlxd import __version__
+from omlxd.daemon import logs, reload
 from omlxd.daemon.generations import Generations
 from omlxd.daemon.paths import Paths
-from omlxd.daemon.settings import Settings
+from omlxd.daemon.reload import LiveSettings
+from omlxd.daemon.settings import ConfigError, Settings
 from omlxd.engine.api import (
     DaemonInfo,
     DaemonStatus,
@@ -31,7 +34,9 @@ from omlxd.engine.api import (
     Progress,
     ProgressSink,
     Prompt,
+    Reloaded,
     ShuttingDown,
+    StorageFailed,
     Unloaded,
 )
 from omlxd.engine.backend import CacheOptions, MlxBackend
@@ -43,13 +48,17 @@ from omlxd.engine.scheduler import SchedulerLimits
 HOT_SHARE = 0.1
 OnShutdown = Callable[[float | None], None]
 
+_ON_THE_WAY = {"LOADING", "DRAINING", "UNLOADING"}
+_log = logging.getLogger(__name__)
+
 
 class Service:
     """Implements `engine.api.Backend`."""
 
-    def __init__(self, pool: Pool, paths: Paths, on_shutdown: OnShutdown) -> None:
+    def __init__(self, pool: Pool, paths: Paths, live: LiveSettings, on_shutdown: OnShutdown) -> None:
         self._pool = pool
         self._paths = paths
+        self._live = live
         self._on_shutdown = on_shutdown
         self._generations = Generations(pool)
         self._began = time.monotonic()
@@ -64,6 +73,11 @@ class Service:
         self._closing = True
         self._generations.end_all()
         await self._pool.close()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is live or a model is on its way in or out."""
+        return bool(self._generations.infos()) or any(model.state in _ON_THE_WAY for model in self._pool.loaded())
 
     # -- the daemon ---------------------------------------------------------------------------------------------------
 
@@ -98,6 +112,16 @@ class Service:
         self._closing = True
         self._generations.refuse_new()
         self._on_shutdown(grace_s)
+
+    async def reload(self) -> Reloaded:
+        try:
+            new = await asyncio.to_thread(self._live.read)
+        except ConfigError as error:
+            path = self._paths.config
+            raise StorageFailed(path, str(error).removeprefix(f"{path}: ")) from error
+        reloaded = self._live.apply(new)
+        _log.info("settings read again; %s", reload.described(reloaded))
+        return reloaded
 
     # -- models -------------------------------------------------------------------------------------------------------
 
@@ -149,8 +173,9 @@ class Service:
             raise ShuttingDown
 
 
-def build_service(settings: Settings, paths: Paths, on_shutdown: OnShutdown) -> Service:
+def build_service(live: LiveSettings, paths: Paths, on_shutdown: OnShutdown) -> Service:
     """The parts of one daemon, put together."""
+    settings = live.started
     catalog = Catalog(_roots(settings, paths), allow_remote_code=settings.models.allow_remote_code)
     engine = settings.engine
     limits = SchedulerLimits(
@@ -164,7 +189,13 @@ def build_service(settings: Settings, paths: Paths, on_shutdown: OnShutdown) -> 
         enabled=settings.cache.enabled, block_size=settings.cache.block_size, hot_bytes=_hot_bytes(settings)
     )
     pool = Pool(catalog, MlxBackend(limits, cache), autoload=settings.models.autoload, ttl_s=settings.models.ttl_s)
-    return Service(pool, paths, on_shutdown)
+    live.taken_up_by(lambda new: logs.set_level(new.log.level), "log.level")
+    live.taken_up_by(
+        lambda new: pool.set_policy(autoload=new.models.autoload, ttl_s=new.models.ttl_s),
+        "models.autoload",
+        "models.ttl_s",
+    )
+    return Service(pool, paths, live, on_shutdown)
 
 
 def _roots(settings: Settings, paths: Paths) -> list[Root]:

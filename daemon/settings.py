@@ -207,6 +207,20 @@ def readings(path: str, env: Mapping[str, str]) -> Sequence[Reading]:
     return [env_one or file_one or Reading(key, _SPECS[key].default, "default") for key, file_one, env_one in found]
 
 
+def values(read: Settings) -> Mapping[str, Value]:
+    """Every key with its value in `read`, in the order of the tables."""
+    return dict(_values(read))
+
+
+def _values(table: Any, prefix: str = "") -> Iterator[tuple[str, Value]]:
+    for entry in fields(table):
+        value = getattr(table, entry.name)
+        if "kind" in entry.metadata:
+            yield prefix + entry.name, value
+        else:
+            yield from _values(value, f"{prefix}{entry.name}.")
+
+
 def check(key: str, text: str, *, where: str) -> object:
     """What the file would hold for `key` set to `text`, e.g. on a command line. Raises ConfigError naming `where`."""
     spec = _spec(key, text, where=where)

@@ -234,6 +234,14 @@ class DaemonInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Reloaded:
+    """What reading the settings again came to: the keys that are in force now, and those that wait for a restart."""
+
+    applied: Sequence[str]
+    needs_restart: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
 class RequestInfo:
     """One live request as `daemon.status` shows it: `state` is a Request.state of DESIGN.md."""
 
@@ -296,6 +304,10 @@ class Backend(Protocol):
 
     def request_shutdown(self, grace_s: float | None) -> None:
         """Starts the drain and returns at once."""
+        ...
+
+    async def reload(self) -> Reloaded:
+        """Reads the settings again and applies what a running daemon can take up. Raises StorageFailed."""
         ...
 
     async def list_models(self) -> Sequence[ModelEntry]: ...

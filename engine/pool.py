@@ -64,6 +64,15 @@ class Pool:
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._closing = False
 
+    def set_policy(self, *, autoload: bool, ttl_s: float) -> None:
+        """Whether requests may load models, and the idle time of those that were given none of their own."""
+        self._autoload = autoload
+        for slot in self._slots.values():
+            if slot.ttl_s == self._ttl_s:
+                slot.ttl_s = ttl_s
+                self._start_idle_clock(slot)
+        self._ttl_s = ttl_s
+
     # -- reading ------------------------------------------------------------------------------------------------------
 
     async def entries(self) -> Sequence[ModelEntry]:
@@ -260,10 +269,11 @@ class Pool:
     def _start_idle_clock(self, slot: Slot) -> None:
         """An unpinned model that nobody uses goes when its TTL has passed without a request."""
         if slot.state == "READY" and slot.ttl_s > 0 and not slot.pinned:
-            asyncio.get_running_loop().call_later(slot.ttl_s, self._expire, slot, slot.last_used)
+            asyncio.get_running_loop().call_later(slot.ttl_s, self._expire, slot, slot.ttl_s, slot.last_used)
 
-    def _expire(self, slot: Slot, last_used: float | None) -> None:
-        if slot.state == "READY" and slot.last_used == last_used and not slot.pinned and slot.engine is not None:
+    def _expire(self, slot: Slot, ttl_s: float, last_used: float | None) -> None:
+        is_due = slot.ttl_s == ttl_s and slot.last_used == last_used
+        if slot.state == "READY" and is_due and not slot.pinned and slot.engine is not None:
             log.info("unloading %s: not used for %g s", slot.entry.name, slot.ttl_s)
             self._spawn(self._take_out(slot, slot.engine, "unloaded"))
 

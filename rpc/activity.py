@@ -5,6 +5,8 @@ Owned by a connection, on the event loop; the server's drain reads it.
 
 from __future__ import annotations
 
+import time
+
 import anyio
 
 
@@ -13,6 +15,7 @@ class Activity:
 
     def __init__(self) -> None:
         self._due = 0
+        self.ended_at = time.monotonic()  # the last time that an answer was done with
         self._idle = anyio.Event()
         self._idle.set()
 
@@ -27,6 +30,7 @@ class Activity:
 
     def end(self) -> None:
         self._due -= 1
+        self.ended_at = time.monotonic()
         if self._due == 0:
             self._idle.set()
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from msgspec import Raw, Struct
 
-from omlxd.engine.api import DaemonInfo, InvalidParams
+from omlxd.engine.api import DaemonInfo, InvalidParams, Reloaded
 from omlxd.rpc import params as p
 from omlxd.rpc import wire
 from omlxd.rpc.calls import Call
@@ -51,6 +51,10 @@ async def _info(call: Call, params: NoParams) -> DaemonInfo:
 
 async def _status(call: Call, params: NoParams) -> wire.Status:
     return wire.status(call.backend.status())
+
+
+async def _reload(call: Call, params: NoParams) -> Reloaded:
+    return await call.wait_for(call.backend.reload)
 
 
 async def _shutdown_daemon(call: Call, params: p.ShutdownParams) -> bool:
@@ -127,6 +131,7 @@ _TABLE: Final = (
     Method("rpc.discover", "This document.", NoParams, dict[str, Any], _discover),
     Method("daemon.info", "Who answers: versions, paths, device.", NoParams, DaemonInfo, _info),
     Method("daemon.status", "Models, requests, memory and cache in one reading.", NoParams, wire.Status, _status),
+    Method("daemon.reload", "Applies what changed in the settings.", NoParams, Reloaded, _reload, takes_time=True),
     Method("daemon.shutdown", "Drains for grace_s and exits.", p.ShutdownParams, bool, _shutdown_daemon),
     Method(
         "initialize", "Greets an LSP client; there are no capabilities.", p.AnyParams, wire.Initialized, _initialize

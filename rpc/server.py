@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import socket
+import time
 from typing import Final
 
 import anyio
@@ -40,6 +41,7 @@ class Server:
         self._accepting: anyio.CancelScope | None = None  # made on the loop, while clients are accepted
         self._is_draining = False
         self._is_closing = False
+        self._moved_at = time.monotonic()  # the last time that a client came or went
 
     async def serve(self, listener: socket.socket) -> None:
         """Runs until cancelled; then every connection is closed and its calls are abandoned.
@@ -57,15 +59,26 @@ class Server:
                 for connection in list(self._connections):
                     connection.abandon()
 
+    def quiet_since(self) -> float | None:
+        """Since when no client has come, gone or been answered, on the monotonic clock; None while an answer is due."""
+        activities = [connection.activity for connection in self._connections]
+        if not all(activity.is_idle for activity in activities):
+            return None
+        return max([self._moved_at, *(activity.ended_at for activity in activities)])
+
+    def stop_accepting(self) -> None:
+        """From now on nobody is let in; connections that exist go on."""
+        self._is_draining = True
+        if self._accepting is not None:
+            self._accepting.cancel()
+
     async def drain(self) -> None:
         """Stops accepting connections; returns when no request runs and every answer is written.
 
         A client that does not read can delay this for ever, so the caller sets the deadline. What is new on the
         connections that exist is still answered: refusing work is the backend's.
         """
-        self._is_draining = True
-        if self._accepting is not None:
-            self._accepting.cancel()
+        self.stop_accepting()
         while busy := [connection for connection in self._connections if not connection.activity.is_idle]:
             await busy[0].activity.wait_idle()
 
@@ -102,12 +115,14 @@ class Server:
                 return
             connection = Connection(stream, backend=self._backend, dispatcher=self._dispatcher, limits=self._limits)
             self._connections.add(connection)
+            self._moved_at = time.monotonic()
             try:
                 await connection.run()
             except Exception:  # one connection's bug is not the others'
                 log.exception("a connection ended by an internal error")
             finally:
                 self._connections.discard(connection)
+                self._moved_at = time.monotonic()
 
 
 def _is_welcome(stream: SocketStream) -> bool:

@@ -33,6 +33,7 @@ from omlxd.engine.api import (
     Progress,
     ProgressSink,
     Prompt,
+    Reloaded,
     TextPrompt,
     Timings,
     Unloaded,
@@ -210,6 +211,11 @@ class FakeBackend:
         self.shutdowns.append(grace_s)
         if self.on_shutdown is not None:
             self.on_shutdown()
+
+    async def reload(self) -> Reloaded:
+        if isinstance(self.failure, OmlxError):
+            raise self.failure
+        return Reloaded(["log.level"], ["engine.max_batch"])
 
     async def list_models(self) -> Sequence[ModelEntry]:
         return list(self.models.values())

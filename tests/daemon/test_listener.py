@@ -1,5 +1,6 @@
 """The socket: private from the first moment, and never taken from a living owner."""
 
+import json
 import os
 import re
 import socket
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from omlxd.daemon.listener import SocketInUse, UnsafePlace, make_private, publish
+from omlxd.daemon.listener import SocketInUse, UnsafePlace, adopt, make_private, publish, turn_away
 from omlxd.daemon.lock import InstanceLock
 from omlxd.daemon.paths import SocketPathTooLong
 
@@ -203,3 +204,55 @@ def test_a_directory_too_long_for_the_passing_name_is_refused(tmp_path: Path, lo
     path = str(tmp_path).ljust(100, "d") + "/s"
     with pytest.raises(SocketPathTooLong, match="the most is 102"):
         publish(path, lock)
+
+
+def test_a_hidden_socket_keeps_who_has_come_and_is_found_by_nobody_new(home: str, path: str, lock: InstanceLock):
+    with publish(path, lock) as listener, socket.socket(socket.AF_UNIX) as early:
+        assert not listener.has_visitor()
+        early.connect(path)
+        listener.hide()
+        assert (listener.has_visitor(), connects(path)) == (True, False)
+        listener.show()
+        assert connects(path)
+        listener.hide()
+    assert os.listdir(home) == ["omlxd.lock"]
+
+
+def test_hiding_leaves_a_file_that_somebody_has_put_there(path: str, lock: InstanceLock):
+    with publish(path, lock) as listener:
+        os.unlink(path)
+        Path(path).touch()
+        listener.hide()
+    assert os.path.isfile(path)
+
+
+@pytest.fixture
+def handed(path: str) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen()
+        listening.setblocking(False)
+        yield listening
+
+
+def test_a_socket_that_was_handed_over_keeps_its_file_whatever_happens(path: str, handed: socket.socket):
+    before = os.stat(path)
+    with adopt(handed) as listener:
+        assert (listener.path, listener.is_ours) == (path, False)
+        listener.hide()
+        assert connects(path)
+        listener.show()
+    assert os.stat(path) == before
+
+
+def test_who_waits_for_a_daemon_that_cannot_start_is_told_why_and_nobody_is_left_waiting(
+    path: str, handed: socket.socket
+):
+    with socket.socket(socket.AF_UNIX) as waiting, socket.socket(socket.AF_UNIX) as gone, adopt(handed) as listener:
+        gone.connect(path)
+        gone.close()
+        waiting.connect(path)
+        turn_away(listener, "the settings are torn")
+        answer = json.loads(waiting.makefile().read())
+        assert (answer["id"], answer["error"]["message"]) == (None, "omlxd cannot start: the settings are torn")
+        assert not listener.has_visitor()

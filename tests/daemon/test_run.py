@@ -1,7 +1,6 @@
 """The daemon's life, from ready to gone, with a service that plays a script."""
 
 import json
-import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,9 +13,10 @@ import pytest
 
 from omlxd.daemon.listener import Listener, publish
 from omlxd.daemon.lock import InstanceLock
+from omlxd.daemon.reload import unchanging
 from omlxd.daemon.run import OnShutdown, run
 from omlxd.daemon.settings import DaemonSettings, Settings
-from omlxd.engine.api import GenerateRequest, Generation, ShuttingDown
+from omlxd.engine.api import GenerateRequest, Generation, Reloaded, ShuttingDown, StorageFailed
 from tests.fakes import FakeBackend, FakeGeneration, refusing, result_of
 
 FOR_EVER_S = 3600.0
@@ -30,6 +30,18 @@ class FakeService(FakeBackend):
     generation: FakeGeneration = field(default_factory=FakeGeneration)
     started: bool = False
     closed: bool = False
+    loading: bool = False
+    looks: int = 0
+    reloads: int = 0
+
+    @property
+    def is_busy(self) -> bool:
+        self.looks += 1
+        return self.loading
+
+    async def reload(self) -> Reloaded:
+        self.reloads += 1
+        return await super().reload()
 
     async def start(self) -> None:
         self.started = True
@@ -77,6 +89,12 @@ class Daemon:
         assert await self.answer() == {"jsonrpc": "2.0", "id": 2, "result": "pong"}
         assert self.service.requests
 
+    async def looked_at(self, *, times: int) -> None:
+        """Returns when it has been asked so often whether it is idle."""
+        until = self.service.looks + times
+        while self.service.looks < until:
+            await anyio.lowlevel.checkpoint()
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
@@ -84,7 +102,7 @@ def path(tmp_path: Path) -> str:
 
 
 @asynccontextmanager
-async def running(path: str, grace_s: float) -> AsyncIterator[Daemon]:
+async def running(path: str, settings: Settings) -> AsyncIterator[Daemon]:
     service = FakeService()
 
     def build(tell: OnShutdown) -> FakeService:
@@ -96,19 +114,26 @@ async def running(path: str, grace_s: float) -> AsyncIterator[Daemon]:
             daemon = Daemon(service, listener, client)
 
             async def live() -> None:
-                await run(listener, Settings(daemon=DaemonSettings(grace_s=grace_s)), build)
+                await run(listener, unchanging(settings), build)
                 daemon.ended.set()
 
             tasks.start_soon(live)
             yield daemon
 
 
-def play(path: str, scene: Callable[[Daemon], Awaitable[None]], *, grace_s: float = FOR_EVER_S) -> FakeService:
-    """Runs `scene` with a daemon, which it has to stop. The service is what is left of it."""
+def play(
+    path: str,
+    scene: Callable[[Daemon], Awaitable[None]],
+    *,
+    grace_s: float = FOR_EVER_S,
+    settings: Settings | None = None,
+) -> FakeService:
+    """Runs `scene` with a daemon, which has to end. The service is what is left of it."""
+    settings = settings or Settings(daemon=DaemonSettings(grace_s=grace_s))
 
     async def stage() -> FakeService:
         with anyio.fail_after(20):
-            async with running(path, grace_s) as daemon:
+            async with running(path, settings) as daemon:
                 await scene(daemon)
                 await daemon.ended.wait()
             return daemon.service
@@ -195,20 +220,55 @@ async def _answers(daemon: Daemon, number: int) -> AsyncIterator[dict[str, objec
         yield await daemon.answer()
 
 
-def test_a_hang_up_signal_changes_nothing_and_says_so(path: str, caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize("failure", [None, StorageFailed("/h/config.toml", "unknown key engine.max_bach")])
+def test_a_hang_up_signal_reads_the_settings_again_and_never_ends_the_daemon(
+    path: str, failure: StorageFailed | None, caplog: pytest.LogCaptureFixture
+):
     async def scene(daemon: Daemon) -> None:
         await daemon.send(1, "ping")
         await daemon.answer()
+        daemon.service.failure = failure
         os.kill(os.getpid(), signal.SIGHUP)
-        while "SIGHUP" not in caplog.text:
+        while not daemon.service.reloads:
             await anyio.lowlevel.checkpoint()
         await daemon.send(2, "ping")
         assert (await daemon.answer())["result"] == "pong"
         await daemon.send(3, "daemon.shutdown")
 
-    with caplog.at_level(logging.INFO):
-        assert play(path, scene).shutdowns == [None]
-    assert "restart the daemon to apply them" in caplog.text
+    assert play(path, scene).shutdowns == [None]
+    assert ("unknown key engine.max_bach; the settings stay as they were" in caplog.text) is (failure is not None)
+
+
+IDLE = Settings(daemon=DaemonSettings(grace_s=FOR_EVER_S, idle_exit_s=0.05))
+
+
+def test_an_idle_daemon_ends_by_itself_and_leaves_no_socket(path: str):
+    async def scene(daemon: Daemon) -> None:
+        await daemon.ended.wait()  # an idle client does not keep it
+
+    assert play(path, scene, settings=IDLE).closed
+    assert os.listdir(os.path.dirname(path)) == ["omlxd.sock.lock"]
+
+
+def test_a_running_call_keeps_the_daemon(path: str):
+    async def scene(daemon: Daemon) -> None:
+        await daemon.generating()
+        await daemon.looked_at(times=3)
+        assert not daemon.service.shutdowns
+        daemon.service.generation.finish(result_of("done"))
+        assert (await daemon.answer())["id"] == 1
+
+    play(path, scene, settings=IDLE)
+
+
+def test_a_load_that_nobody_waits_for_keeps_the_daemon(path: str):
+    async def scene(daemon: Daemon) -> None:
+        daemon.service.loading = True
+        await daemon.looked_at(times=3)
+        assert not daemon.service.shutdowns
+        daemon.service.loading = False
+
+    play(path, scene, settings=IDLE)
 
 
 def test_the_loop_leaves_the_sockets_file_to_its_listener(path: str):

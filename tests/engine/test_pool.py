@@ -325,6 +325,34 @@ def test_without_autoload_only_loaded_models_serve() -> None:
     asyncio.run(main())
 
 
+def test_a_new_policy_holds_for_models_that_were_given_no_time_of_their_own() -> None:
+    async def main() -> None:
+        async with pool(FakeBackend(), ttl_s=3600) as running:
+            await running.load("a", LoadOptions(), quiet)
+            await running.load("b", LoadOptions(ttl_s=7200), quiet)
+            running.set_policy(autoload=False, ttl_s=0.05)
+            while "a" in states(running):
+                await asyncio.sleep(0.01)
+            assert states(running) == {"b": "READY"}
+            with pytest.raises(ModelNotFound, match="not loaded"):
+                await use(running, "c")
+
+    asyncio.run(main())
+
+
+def test_a_longer_ttl_holds_before_the_shorter_one_has_passed() -> None:
+    async def main() -> None:
+        async with pool(FakeBackend(), ttl_s=0.05) as running:
+            await running.load("a", LoadOptions(), quiet)
+            await running.load("b", LoadOptions(ttl_s=0.1), quiet)
+            running.set_policy(autoload=True, ttl_s=3600)
+            while "b" in states(running):
+                await asyncio.sleep(0.01)
+            assert states(running) == {"a": "READY"}
+
+    asyncio.run(main())
+
+
 def test_an_idle_model_goes_after_its_ttl_and_a_pinned_or_used_one_stays() -> None:
     async def main() -> None:
         backend = FakeBackend()

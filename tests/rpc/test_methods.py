@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 
-from omlxd.engine.api import ChatPrompt, LoadOptions, TextPrompt
+from omlxd.engine.api import ChatPrompt, LoadOptions, StorageFailed, TextPrompt
 from omlxd.rpc.errors import CODES
 from omlxd.rpc.methods import METHODS
 from tests.fakes import FakeBackend, entry, serving_in_thread
@@ -57,6 +57,17 @@ async def test_daemon_shutdown_starts_the_drain(
 ) -> None:
     assert await asked(backend, path, "daemon.shutdown", **params) is True
     assert backend.shutdowns == [grace_s]
+
+
+async def test_daemon_reload_says_which_keys_hold_and_which_need_a_restart(backend: FakeBackend, path: Path) -> None:
+    reloaded = await asked(backend, path, "daemon.reload")
+    assert reloaded == {"applied": ["log.level"], "needs_restart": ["engine.max_batch"]}
+
+
+async def test_settings_that_cannot_be_used_refuse_the_reload(backend: FakeBackend, path: Path) -> None:
+    backend.failure = StorageFailed("/h/config.toml", "unknown key")
+    error = await asked(backend, path, "daemon.reload")
+    assert (error["code"], error["data"]["path"]) == (-32022, "/h/config.toml")
 
 
 async def test_models_list_leaves_out_what_there_is_not_to_say(backend: FakeBackend, path: Path) -> None:
