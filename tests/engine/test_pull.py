@@ -213,7 +213,11 @@ def test_a_name_that_is_no_model_name_is_refused(models_dir, folder, offline, na
     assert refused.value.fields["field"] == "name"
 
 
-@pytest.mark.parametrize("source", ["", "gpt2", "./tiny", "/nowhere", "x/y.gguf", "https://example.org/m", "a/b/c"])
+NOTHING = ["", "gpt2", "./tiny", "/nowhere", "x/y.gguf", "https://example.org/m", "a/b/c"]
+NOTHING += ["/with\0nul", "~nobody-of-that-name", "/" + "m" * 5000]
+
+
+@pytest.mark.parametrize("source", NOTHING, ids=range(len(NOTHING)))
 def test_a_source_that_means_nothing_is_refused_with_what_would(models_dir, offline, source):
     with pytest.raises(ModelNotFound):
         get(source, models_dir, transports=offline)
