@@ -252,6 +252,12 @@ class ModelLayout:
         """What each sliceable leaf must be given to go on at `position`."""
         return [kind.needs(leaf, position) for _, kind, leaf in self.sliceable]
 
+    @property
+    def window(self) -> int | None:
+        """How many of the last tokens the most forgetful leaf keeps; None when all are kept."""
+        far = 1 << 40
+        return min((far - needs.first for needs in self.needs(far) if needs.first), default=None)
+
     def checkpoint(self, caches: Sequence[Leaf]) -> list[State]:
         flat = list(leaves(caches))
         return [kind.checkpoint(flat[index]) for index, kind in self.recurrent]

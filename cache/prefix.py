@@ -89,6 +89,14 @@ class PrefixCache:
         """Whether the model has state that cannot be cut, so that prefixes are usable at checkpoints only."""
         return bool(self._layout.recurrent)
 
+    @property
+    def publish_stride(self) -> int:
+        """Publish at least once in so many computed tokens, up to the last of them, and no window leaf loses a row.
+
+        The block size, or less for a model whose windows are smaller than a block.
+        """
+        return min(self.block_size, self._layout.window or self.block_size)
+
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def match_length(self, tokens: Sequence[int], media: Sequence[MediaSpan] = ()) -> int:

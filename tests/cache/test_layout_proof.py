@@ -201,6 +201,27 @@ def test_rows_prefilled_together_are_published_one_by_one(name):
         assert_cold(name, longer, run)
 
 
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "cohere2", "llama4", "llama"])
+def test_windows_smaller_than_a_block_lose_nothing_when_published_at_the_cache_s_stride(name):
+    """Blocks of 40 tokens, windows of 16: a block is put together from what each publish still saw."""
+    cache, net = new_cache(name, block=40), model(name)
+    assert cache.publish_stride == (40 if name == "llama" else WINDOW)
+    sequence = prompt(90, seed=14)
+    cold = net(mx.array(sequence)[None], cache=make_prompt_cache(net))[0]
+    caches = make_prompt_cache(net)
+    for position in range(90):
+        net(mx.array([[sequence[position]]]), cache=caches)
+        if (position + 1) % cache.publish_stride == 0 or position == 89:
+            cache.publish(sequence, caches, position + 1)
+            cache.check()
+    for position in (1, 15, 33, 40, 41, 57, 79, 80, 89):
+        restored = cache.lookup([*sequence[:position], 400])
+        assert restored.num_tokens == position
+        rest = net(mx.array(sequence[position:])[None], cache=restored.caches)[0]
+        assert float(mx.abs(rest - cold[position:]).max()) <= TOLERANCE
+        restored.release()
+
+
 @CUT
 def test_a_block_is_usable_from_where_its_windows_are_whole(name):
     """Published only at the end of a decoded answer: the ring holds the last 16 tokens, full attention holds all."""
