@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 import selectors
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
+# Without -P the current directory, which is whatever the user started the daemon in, would come before the library.
+PYTHON = (sys.executable, "-P")
 _POLL_S = 0.1
 _CHUNK_BYTES = 65536
 _TAIL_CHARACTERS = 2000

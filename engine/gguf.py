@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from omlxd.engine.api import ModelLoadFailed, OmlxError, Progress, ProgressSink, StorageFailed, Unsupported
-from omlxd.engine.child import Ended, run_child
+from omlxd.engine.child import PYTHON, Ended, run_child
 
 _HINT = "get the file again, or the model in MLX format"
 
@@ -32,7 +31,7 @@ def import_gguf(source: Path, folder: Path, *, progress: ProgressSink, check: Ca
         else:
             verdict.update(said)
 
-    command = [sys.executable, "-m", "omlxd.engine.gguf_convert", str(source), str(folder)]
+    command = [*PYTHON, "-m", "omlxd.engine.gguf_convert", str(source), str(folder)]
     ended = run_child(command, heard=heard, check=check)
     if error := _failure(source, verdict, ended):
         raise error

