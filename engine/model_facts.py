@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeGuard
@@ -16,6 +17,8 @@ from omlxd.engine.model import SamplingDefaults
 
 _log = logging.getLogger(__name__)
 
+_LARGEST = sys.float_info.max  # Python reads Infinity, NaN and integers of any length out of JSON
+_MAX_POSITIONS = 2**40  # transformers writes 10**30 for "no limit"
 GENERATION_CONFIG = "generation_config.json"
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "model_max_length")
 
@@ -85,12 +88,12 @@ def _stretched(config: Config) -> Iterator[int]:
     for key in ("rope_scaling", "rope_parameters"):
         match config.get(key):
             case {"original_max_position_embeddings": int(original), "factor": int() | float() as factor}:
-                yield int(original * factor)
+                if 0 < original < _MAX_POSITIONS and 0 < factor < _MAX_POSITIONS:
+                    yield int(original * factor)
 
 
 def _positive(values: Iterable[object]) -> Iterator[int]:
-    # transformers writes 10**30 for "no limit"; no model has that many positions.
-    return (n for n in values if isinstance(n, int) and 0 < n < 2**40)
+    return (n for n in values if isinstance(n, int) and 0 < n < _MAX_POSITIONS)
 
 
 def _is_id(value: object) -> TypeGuard[int]:
@@ -101,7 +104,7 @@ def _number(config: Config, key: str, accepts: Callable[[float], bool]) -> float
     value = config.get(key)
     if value is None:
         return None
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and accepts(value):
+    if isinstance(value, (int, float)) and type(value) is not bool and abs(value) <= _LARGEST and accepts(value):
         return float(value)
     _log.warning("%s: %s = %r is ignored, it is out of range", GENERATION_CONFIG, key, value)
     return None

