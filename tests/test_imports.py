@@ -31,7 +31,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
 OTHERS: dict[str, tuple[str, ...]] = {
     "rpc": ("anyio", "jsonrpcserver", "msgspec"),
     "launchd": (),
-    "cli": ("rich", "msgspec"),
+    "cli": ("msgspec",),
 }
 
 # Modules that must stay light although their room is not: they run before a model is wanted.
