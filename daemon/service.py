@@ -13,7 +13,6 @@ import logging
 import os
 import platform
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from omlxd import __version__
 from omlxd.daemon import logs, reload
 from omlxd.daemon.generations import Generations
 from omlxd.daemon.paths import Paths
+from omlxd.daemon.pulls import Pulls
 from omlxd.daemon.reload import LiveSettings
 from omlxd.daemon.settings import ConfigError, Settings
 from omlxd.engine.api import (
@@ -61,6 +61,7 @@ class Service:
         self._live = live
         self._on_shutdown = on_shutdown
         self._generations = Generations(pool)
+        self._pulls = Pulls(pull, Path(paths.models_dir))
         self._began = time.monotonic()
         self._closing = False
 
@@ -72,7 +73,7 @@ class Service:
         """Ends what still runs with ShuttingDown, and every thread. Bounded in time."""
         self._closing = True
         self._generations.end_all()
-        await self._pool.close()
+        await asyncio.gather(self._pulls.close(), self._pool.close())
 
     @property
     def is_busy(self) -> bool:
@@ -136,21 +137,9 @@ class Service:
         return await self._pool.unload(model, now=now)
 
     async def pull_model(self, source: str, name: str | None, progress: ProgressSink) -> ModelEntry:
-        """Gets a model into the home. Cancelled, it stops between two chunks and leaves nothing half done."""
+        """Gets a model into the home. Cancelled, it leaves nothing half done."""
         self._check_open()
-        loop = asyncio.get_running_loop()
-        given_up = threading.Event()
-
-        def report(at: Progress) -> None:
-            loop.call_soon_threadsafe(progress, at)
-
-        work = functools.partial(
-            pull, source, name, models_dir=Path(self._paths.models_dir), progress=report, cancelled=given_up.is_set
-        )
-        try:
-            path = await asyncio.to_thread(work)
-        finally:
-            given_up.set()
+        path = await self._pulls.run(source, name, progress)
         return await self._pool.entry(str(path))
 
     # -- generating ---------------------------------------------------------------------------------------------------
