@@ -31,9 +31,11 @@ class CacheStats:
     hits: int
     lookup_tokens: int
     reused_tokens: int
+    computed_tokens: int
     published_blocks: int
     published_checkpoints: int
     refused: int
+    evicted: int
     blocks: int
     checkpoints: int
     nbytes: int
@@ -61,6 +63,7 @@ class _Counts:
     hits: int = 0
     lookup_tokens: int = 0
     reused_tokens: int = 0
+    computed_tokens: int = 0
 
 
 class PrefixCache:
@@ -127,6 +130,10 @@ class PrefixCache:
         self._counts.hits += match.position > 0
         self._counts.reused_tokens += match.position
         return hit
+
+    def count_computed(self, num_tokens: int) -> None:
+        """So many tokens of a looked-up prompt were not stored and have been computed."""
+        self._counts.computed_tokens += num_tokens
 
     def explain(self, tokens: Sequence[int], media: Sequence[MediaSpan] = ()) -> Explanation:
         """Why no more of this prompt would be reused."""
@@ -207,11 +214,11 @@ class PrefixCache:
             gone = self._tree.clear()
         del gone  # outside the lock: this frees arrays
 
-    def clear(self) -> None:
-        """Drops everything stored, pinned or not, and goes on. For any thread."""
+    def clear(self) -> int:
+        """Drops everything stored, pinned or not, and goes on; returns its bytes. For any thread."""
         with self._tier.lock:
             gone = self._tree.clear()
-        del gone
+        return sum(entry.nbytes for entry in gone)
 
     def stats(self) -> CacheStats:
         with self._tier.lock:
@@ -221,9 +228,11 @@ class PrefixCache:
                 hits=self._counts.hits,
                 lookup_tokens=self._counts.lookup_tokens,
                 reused_tokens=self._counts.reused_tokens,
+                computed_tokens=self._counts.computed_tokens,
                 published_blocks=self._writer.counts.blocks,
                 published_checkpoints=self._writer.counts.checkpoints,
                 refused=self._writer.counts.refused,
+                evicted=self._tree.evicted(),
                 blocks=sum(isinstance(entry, Block) for entry in entries),
                 checkpoints=sum(isinstance(entry, Checkpoint) for entry in entries),
                 nbytes=sum(entry.nbytes for entry in entries),

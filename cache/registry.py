@@ -66,6 +66,11 @@ class CacheRegistry:
         for cache in caches:
             cache.close()
 
+    def by_name(self) -> Mapping[str, PrefixCache]:
+        """The cache of every model that has been loaded, whether it still is or not. Two names may share one."""
+        with self._lock:
+            return {name: self._caches[identity] for name, identity in self._names.items()}
+
     def stats(self) -> Mapping[CacheIdentity, CacheStats]:
         with self._lock:
             caches = dict(self._caches)

@@ -99,6 +99,7 @@ class PrefixTree:
         self._needs = needs
         self._recurrent = recurrent
         self.closed = False  # nothing may be linked any more
+        self._added = self._removed = 0  # entries, by this tree; whatever else is missing was evicted
         self._first: Children[Block] = Children()
 
     # -- matching -----------------------------------------------------------------------------------------------------
@@ -215,6 +216,7 @@ class PrefixTree:
         block.set_pieces(pieces)
         siblings.add(block)
         self._tier.add_locked(block)
+        self._added += 1
         for other, _ in list(islice(siblings.alike(spec), NEAREST)):
             self._absorb(other, block)
         return block
@@ -230,6 +232,7 @@ class PrefixTree:
         checkpoint = Checkpoint(block, spec.stop, states, nbytes)
         block.checkpoints[spec.stop] = checkpoint
         self._tier.add_locked(checkpoint)
+        self._added += 1
         return checkpoint
 
     def tidy(self, block: Block) -> None:
@@ -246,12 +249,12 @@ class PrefixTree:
         if used or longer.gaps or shared(longer.spec, spec.tokens, spec.spans) < spec.num_tokens:
             return
         self._move_checkpoints(partial, longer)
-        self._tier.remove_locked(partial)
+        self._remove(partial)
 
     def _move_checkpoints(self, block: Block, other: Block) -> None:
         for position, checkpoint in list(block.checkpoints.items()):
             if position in other.checkpoints:
-                self._tier.remove_locked(checkpoint)
+                self._remove(checkpoint)
             else:
                 del block.checkpoints[position]
                 checkpoint.block = other
@@ -279,8 +282,16 @@ class PrefixTree:
         """Takes everything out, pinned or not, and returns it, for its arrays to be dropped after the lock."""
         gone = self.entries()
         for entry in gone:
-            self._tier.remove_locked(entry)
+            self._remove(entry)
         return gone
+
+    def evicted(self) -> int:
+        """How many entries the tier has taken out to make room."""
+        return self._added - self._removed - len(self.entries())
+
+    def _remove(self, entry: Block | Checkpoint) -> None:
+        self._removed += entry.alive
+        self._tier.remove_locked(entry)
 
     def check(self) -> None:
         """Raises CacheInvariantError unless every block has its parent and every entry its bytes."""

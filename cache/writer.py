@@ -216,42 +216,56 @@ class Writer:
         media: Sequence[MediaSpan] = (),
     ) -> int:
         specs = self._specs(tokens, media)
-        adopted: list[Block | Checkpoint] = []
+        pinned: list[Block | Checkpoint] = []  # until all are in: none may push out what it hangs on
         gone: list[Entry] = []
+        adopted = 0
         with self._tier.lock:
             path = self._tree.path(specs)
+            self._pin(pinned, path)
             for record in records if not self._tree.closed else ():
-                entry, evicted = self._adopt(path, specs, record)
-                gone += evicted
-                if entry is not None:
-                    self._tier.pin_locked(entry)  # until all are in: one must not push out the one before
-                    adopted.append(entry)
-        self.release(adopted)
-        del gone
-        return len(adopted)
+                before = len(pinned)
+                gone += self._adopt(path, record, pinned)
+                adopted += len(pinned) - before
+        self.release(pinned)
+        del gone  # outside the lock: this frees arrays
+        return adopted
 
     def _adopt(
-        self, path: list[Block], specs: Sequence[BlockSpec], record: StoredBlock | StoredCheckpoint
-    ) -> tuple[Block | Checkpoint | None, list[Entry]]:
+        self, path: list[Block], record: StoredBlock | StoredCheckpoint, pinned: list[Block | Checkpoint]
+    ) -> list[Entry]:
+        """Links one record after `path`, if it fits there, and pins it. Returns what had to go."""
         at = record.spec.start // self._block_size
         if at > len(path) or record.parent != (path[at - 1].spec.key if at else self._root):
-            return None, []
+            return []
+        there = self._tree.covering(path[:at], record.spec)
         if isinstance(record, StoredCheckpoint):
-            block = self._tree.covering(path[:at], record.spec)
-            if block is None or record.spec.stop in block.checkpoints:
-                return None, []
-            nbytes = _states_nbytes(record.states)
-            fits, gone = self._tier.make_room_locked(nbytes)
-            return (self._tree.attach(block, record.spec, record.states, nbytes) if fits else None), gone
-        if self._tree.covering(path[:at], record.spec) is not None:
-            return None, []
+            return self._adopt_checkpoint(there, record, pinned) if there is not None else []
+        if there is not None:
+            return []
         fits, gone = self._tier.make_room_locked(block_nbytes(record.spec, record.pieces))
-        if not fits:
-            return None, gone
-        linked = self._tree.link(path[:at], record.spec, record.pieces)
-        if at < len(specs) and linked.spec.key == specs[at].key:
-            path.append(linked)
-        return linked, gone
+        if fits:
+            block = self._tree.link(path[:at], record.spec, record.pieces)
+            path[at:] = [block]
+            self._pin(pinned, [block])
+        return gone
+
+    def _adopt_checkpoint(
+        self, block: Block, record: StoredCheckpoint, pinned: list[Block | Checkpoint]
+    ) -> list[Entry]:
+        if record.spec.stop in block.checkpoints:
+            return []
+        nbytes = _states_nbytes(record.states)
+        self._tier.pin_locked(block)
+        fits, gone = self._tier.make_room_locked(nbytes)
+        if fits:
+            self._pin(pinned, [self._tree.attach(block, record.spec, record.states, nbytes)])
+        self._tier.unpin_locked(block)
+        return gone
+
+    def _pin(self, pinned: list[Block | Checkpoint], entries: Sequence[Block | Checkpoint]) -> None:
+        for entry in entries:
+            self._tier.pin_locked(entry)
+            pinned.append(entry)
 
     def _specs(self, tokens: Sequence[int], media: Sequence[MediaSpan]) -> list[BlockSpec]:
         return chain(self._root, pack(tokens), media, self._block_size)

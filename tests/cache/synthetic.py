@@ -16,6 +16,7 @@ from omlxd.cache.hot import HotTier
 from omlxd.cache.keys import MediaSpan, pack
 from omlxd.cache.layouts import LAYOUTS, Leaf, ModelLayout, class_name, leaves
 from omlxd.cache.prefix import PrefixCache
+from omlxd.cache.store import BlockStore, StoredBlock, StoredCheckpoint
 
 WINDOW = 6
 
@@ -40,8 +41,25 @@ def recurrent() -> list[Leaf]:
     return [lm.ArraysCache(size=2)]
 
 
-def new_cache(caches: Sequence[Leaf], tier: HotTier, *, block: int = 4, root: bytes = b"synthetic") -> PrefixCache:
-    return PrefixCache(root=root, layout=ModelLayout(caches), tier=tier, block_size=block)
+class Shelf:
+    """A store that keeps everything it is offered, in order."""
+
+    def __init__(self) -> None:
+        self.records: list[StoredBlock | StoredCheckpoint] = []
+
+    def offer(self, record: StoredBlock | StoredCheckpoint) -> None:
+        self.records.append(record)
+
+
+def new_cache(
+    caches: Sequence[Leaf],
+    tier: HotTier,
+    *,
+    block: int = 4,
+    root: bytes = b"synthetic",
+    store: BlockStore | None = None,
+) -> PrefixCache:
+    return PrefixCache(root=root, layout=ModelLayout(caches), tier=tier, block_size=block, store=store)
 
 
 def digest(tokens: Sequence[int], media: Sequence[MediaSpan] = ()) -> float:

@@ -22,7 +22,7 @@ from omlxd.cache.keys import MediaSpan
 from omlxd.cache.layouts import ModelLayout
 from omlxd.cache.prefix import PrefixCache
 from tests.cache import synthetic
-from tests.cache.synthetic import assert_restored, feed, new_cache
+from tests.cache.synthetic import Shelf, assert_restored, feed, new_cache
 
 PLENTY = 1 << 30
 EXAMPLES = 150  # 800 of each layout were run when this was written
@@ -65,7 +65,11 @@ class Requests(RuleBasedStateMachine):
     def start(self, budget):
         self.tier = HotTier(budget)
         caches = vars(synthetic)[self.layout]()
-        self.caches = [new_cache(caches, self.tier, root=root) for root in (b"one", b"other")]
+        self.shelves = [Shelf(), Shelf()]
+        self.caches = [
+            new_cache(caches, self.tier, root=root, store=shelf)
+            for root, shelf in zip((b"one", b"other"), self.shelves, strict=True)
+        ]
         self.fresh = ModelLayout(caches).fresh
         self.published = [[], []]
         self.kept_everything = budget == PLENTY
@@ -99,12 +103,18 @@ class Requests(RuleBasedStateMachine):
         hit.release()
         hit.release()
 
+    @rule(which=st.integers(0, 1), tokens=SEQUENCES)
+    def adopt(self, which, tokens):
+        """Everything that was ever offered to the store comes back, in the order it went."""
+        self.caches[which].adopt(tokens, self.shelves[which].records)
+
     @rule(action=st.sampled_from(["shrink", "shrink", "to zero", "to little", "to plenty", "clear"]))
     def press(self, action):
         """Memory is taken from a third side."""
         self.kept_everything = False
         if action == "clear":
             self.published[0] = []
+            self.shelves[0].records = []
             self.caches[0].clear()
         elif action == "shrink":
             self.tier.shrink(200)

@@ -9,17 +9,8 @@ from omlxd.cache.hot import HotTier
 from omlxd.cache.layouts import ModelLayout
 from omlxd.cache.prefix import PrefixCache
 from tests.cache.running import BLOCK, PLENTY, assert_cold, generate, model, prompt
+from tests.cache.synthetic import Shelf
 from tests.models import MODELS
-
-
-class Shelf:
-    """Keeps everything it is offered, in order."""
-
-    def __init__(self) -> None:
-        self.records = []
-
-    def offer(self, record) -> None:
-        self.records.append(record)
 
 
 def new_cache(name, tier, store=None):
@@ -66,7 +57,12 @@ def test_a_block_without_its_parent_is_not_taken_and_one_without_room_neither():
     cache = new_cache("llama", tier)
     assert cache.adopt(tokens, [second, third]) == 0
     assert cache.adopt(tokens, [first, third]) == 1
-    tier.resize(2 * tier.stats().used_bytes)
+    block = tier.stats().used_bytes
+    tier.resize(block)
+    assert cache.adopt(tokens, [second]) == 0  # its parent does not make room for it
+    assert cache.match_length([*tokens, 1]) == 16
+    cache.check()
+    tier.resize(2 * block)
     assert cache.adopt(tokens, [second, third]) == 1
     assert cache.match_length([*tokens, 1]) == 32
     cache.check()
