@@ -1,7 +1,7 @@
-"""The cache's two speed figures on a tiny llama with 2,000 shared tokens. Run by hand: python -m tests.bench.cache_speed
+"""The cache's two speed figures, on a tiny llama with 2,000 shared tokens.
 
-Lookup with restore must cost at most 2 % of the cold prefill it saves, publishing at most 3 % of the prefill it follows.
-Prints medians of several rounds; each round starts with a cold cache.
+Run by hand: python -m tests.bench.cache_speed. Lookup with restore must cost at most 2 % of the cold prefill it saves,
+publishing at most 3 % of the prefill it follows. Prints medians of several rounds, each on a cold cache.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import time
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
+
 from omlxd.cache.hot import HotTier
 from omlxd.cache.layouts import ModelLayout
 from omlxd.cache.prefix import PrefixCache
-
 from tests.models import VOCABULARY, build
 
 TOKENS, CHUNK, ROUNDS = 2000, 512, 9

@@ -95,7 +95,9 @@ def generate(
     cache.checkpoint(held, hit.caches, len(held), media)
     hit.release()
     cache.check()
-    return Run(ids, mx.stack(steps), hit.num_tokens, held)
+    logprobs = mx.stack(steps)
+    mx.eval(logprobs)  # for tests that run this on a thread of its own
+    return Run(ids, logprobs, hit.num_tokens, held)
 
 
 def assert_equal(ids: Sequence[int], logprobs: mx.array, cold: tuple[Sequence[int], mx.array]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -49,6 +51,24 @@ def test_a_model_that_comes_back_finds_what_it_left(registry):
     registry.open("another", identity("2"), layout("qwen3"))
     again = registry.open("m", identity("1"), layout())
     assert generate("llama", again, tokens).cached_tokens == 39
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next"])
+def test_a_model_that_comes_back_on_another_thread_finds_it_too(registry, name):
+    """Each load has an engine thread of its own, with streams of its own: what is stored is evaluated."""
+    tokens, runs = prompt(40), []
+
+    def engine() -> None:
+        runs.append(generate(name, registry.open("m", identity(name), layout(name)), tokens, n=4, chunk=13))
+
+    for _ in range(2):
+        thread = threading.Thread(target=engine)
+        thread.start()
+        thread.join(timeout=60)
+    first, again = runs
+    assert (first.cached_tokens, again.cached_tokens > 0) == (0, True)
+    for run in runs:
+        assert_cold(name, tokens, run)
 
 
 def test_another_configuration_retires_the_old_cache(registry):
