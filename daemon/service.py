@@ -14,8 +14,9 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from omlxd import __version__
 from omlxd.daemon import logs, reload
@@ -44,9 +45,11 @@ from omlxd.engine.catalog import Catalog, Root
 from omlxd.engine.pool import Pool
 from omlxd.engine.pull import pull
 from omlxd.engine.scheduler import SchedulerLimits
+from omlxd.engine.slot import EngineHandle
 
 HOT_SHARE = 0.1
 OnShutdown = Callable[[float | None], None]
+T = TypeVar("T")
 
 _ON_THE_WAY = {"LOADING", "DRAINING", "UNLOADING"}
 _log = logging.getLogger(__name__)
@@ -64,6 +67,8 @@ class Service:
         self._pulls = Pulls(pull, Path(paths.models_dir))
         self._began = time.monotonic()
         self._closing = False
+        self._waiting: set[asyncio.Future[Any]] = set()
+        self._is_closed = False
 
     async def start(self) -> None:
         """Reads the packages' versions, off the loop: the first `daemon.info` should not wait for it."""
@@ -71,8 +76,10 @@ class Service:
 
     async def close(self) -> None:
         """Ends what still runs with ShuttingDown, and every thread. Bounded in time."""
-        self._closing = True
+        self._closing = self._is_closed = True
         self._generations.end_all()
+        for work in self._waiting:
+            work.cancel()
         await asyncio.gather(self._pulls.close(), self._pool.close())
 
     @property
@@ -134,7 +141,7 @@ class Service:
         return await self._pool.load(model, options, progress)
 
     async def unload_model(self, model: str, *, now: bool) -> Unloaded:
-        return await self._pool.unload(model, now=now)
+        return await self._unless_closed(self._pool.unload(model, now=now))
 
     async def pull_model(self, source: str, name: str | None, progress: ProgressSink) -> ModelEntry:
         """Gets a model into the home. Cancelled, it leaves nothing half done."""
@@ -148,14 +155,32 @@ class Service:
         return self._generations.start(request)
 
     async def tokenize(self, model: str, prompt: Prompt) -> Sequence[int]:
-        self._check_open()
-        async with self._pool.lease(model, autoload=True, progress=_quiet) as engine:
-            return await engine.token_ids(prompt)
+        return await self._with_engine(model, lambda engine: engine.token_ids(prompt))
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
+        return await self._with_engine(model, lambda engine: engine.text(token_ids))
+
+    async def _with_engine(self, model: str, use: Callable[[EngineHandle], Awaitable[T]]) -> T:
         self._check_open()
-        async with self._pool.lease(model, autoload=True, progress=_quiet) as engine:
-            return await engine.text(token_ids)
+
+        async def work() -> T:
+            async with self._pool.lease(model, autoload=True, progress=_quiet) as engine:
+                return await use(engine)
+
+        return await self._unless_closed(work())
+
+    async def _unless_closed(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` gives, or ShuttingDown when the service closes before that: every client gets an answer."""
+        task = asyncio.ensure_future(work)
+        self._waiting.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._is_closed:
+                raise ShuttingDown from None
+            raise
+        finally:
+            self._waiting.discard(task)
 
     def _check_open(self) -> None:
         if self._closing:

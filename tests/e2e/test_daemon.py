@@ -236,6 +236,20 @@ def test_past_its_grace_a_stop_ends_requests_with_shutting_down(daemon: Daemon) 
     assert daemon.process.wait(20) == 0
 
 
+def test_past_its_grace_a_stop_answers_what_waits_for_a_template_that_never_ends(daemon: Daemon) -> None:
+    loop = "{% for i in range(99999) %}"
+    write("llama", daemon.models / "endless", chat_template=loop * 3 + "{% endfor %}" * 3)
+    with daemon.client() as client:
+        call = client.start("tokenize", {"model": "endless", "messages": [{"role": "user", "content": "hi"}]})
+        until(lambda: [model["requests"] for model in daemon.call("daemon.status")["models"]] == [1])
+        daemon.call("daemon.shutdown", grace_s=0)
+        with pytest.raises(RpcError) as caught:
+            call.result()
+        assert caught.value.data["kind"] == "shutting_down"
+    assert daemon.process is not None
+    assert daemon.process.wait(30) == 0
+
+
 def test_after_kill_9_the_next_daemon_serves_at_the_same_socket(daemon: Daemon) -> None:
     with daemon.client() as client:
         call = started(client)
