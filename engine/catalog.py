@@ -155,6 +155,7 @@ def _identity(path: Path) -> Path:
 
 
 def _tell_apart(group: Sequence[_Found]) -> Iterator[tuple[str, _Found]]:
+    group = [found for found in group if found.defect is None] or group  # an unfinished download is no rival
     if len(group) == 1:
         yield group[0].name, group[0]
         return

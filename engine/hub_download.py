@@ -61,12 +61,13 @@ class ByteBar(tqdm):
 
 def download(repo: str, folder: Path) -> None:
     """Raises what huggingface_hub raises."""
-    files = HfApi().model_info(repo, files_metadata=True).siblings or []
-    sizes = {file.rfilename: file.size or 0 for file in files if _is_wanted(file.rfilename)}
+    info = HfApi().model_info(repo, files_metadata=True)
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or [] if _is_wanted(file.rfilename)}
     ByteBar.total_bytes = sum(sizes.values())
     ByteBar.kept_bytes = sum(size for name, size in sizes.items() if (folder / name).exists())
     _say(done=ByteBar.kept_bytes, total=ByteBar.total_bytes)
-    snapshot_download(repo, local_dir=folder, allow_patterns=list(WANTED), tqdm_class=ByteBar)
+    # By its commit: of a branch the client would leave a note in the user's cache, where it looks like a broken model.
+    snapshot_download(repo, revision=info.sha, local_dir=folder, allow_patterns=list(WANTED), tqdm_class=ByteBar)
     _say(done=ByteBar.total_bytes, total=ByteBar.total_bytes)
 
 

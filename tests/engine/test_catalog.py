@@ -80,6 +80,13 @@ def test_a_hub_model_without_refs_uses_its_snapshot_and_one_without_snapshot_is_
     assert "not finished" in found["org/begun"].error
 
 
+def test_an_unfinished_download_takes_no_name_from_a_model_that_is_there(tmp_path, add):
+    path = add(tmp_path / "home" / "org" / "m")
+    (tmp_path / "hub" / "models--org--m" / "refs").mkdir(parents=True)
+    found = scan(tmp_path / "hub", tmp_path / "home")
+    assert [(name, entry.path, entry.error) for name, entry in found.items()] == [("org/m", path, None)]
+
+
 def test_a_model_seen_through_two_roots_is_listed_once(tmp_path, add):
     add(tmp_path / "a" / "m")
     (tmp_path / "b").mkdir()

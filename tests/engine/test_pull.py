@@ -297,11 +297,12 @@ def test_a_disk_that_fills_up_on_the_way_is_a_storage_failure(models_dir, shop):
 
 
 @pytest.fixture
-def hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     (folder / "pytorch_model.bin").write_text("not needed")
     (folder / "README.md").write_text("not needed")
     with serve(folder) as served:
         monkeypatch.setenv("HF_ENDPOINT", served.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         yield served
 
@@ -321,6 +322,11 @@ def test_a_repository_is_pulled_with_what_a_model_needs_and_nothing_else(models_
     total = sum(file.stat().st_size for file in path.iterdir() if file.name != NOTE)
     assert (seen[0].done, seen[-1].done, seen[-1].total) == (0, total, total)
     assert pulled_from(path) == "hub org/m"
+
+
+def test_a_pulled_repository_leaves_nothing_in_the_users_own_cache(models_dir, hub, tmp_path):
+    get("org/m", models_dir)
+    assert not list((tmp_path / "huggingface").rglob("models--*"))
 
 
 def test_a_given_up_download_keeps_its_whole_files_for_the_next_one(models_dir, hub):
