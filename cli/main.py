@@ -47,6 +47,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `omlxctl` with `argv` (default: the process's) and returns the exit code."""
     claim_standard_streams()
+    os.umask(0o077)  # os.makedirs leaves a home's upper folders to it: open ones would let others take the home's place
     arguments = list(sys.argv[1:] if argv is None else argv)
     flags = arguments[: arguments.index("--")] if "--" in arguments else arguments
     console = Console(json="--json" in flags, quiet="--quiet" in flags or "-q" in flags)

@@ -30,6 +30,19 @@ def test_the_daemon_is_started_once_and_announced_on_standard_error(alone: Home)
     assert (alone.path / "logs" / "omlxd.out").read_text() == ""
 
 
+@pytest.mark.parametrize("arguments", [("models",), ("config", "set", "log.level", "debug")])
+def test_what_is_made_on_the_way_to_the_home_is_private_whatever_the_umask(
+    alone: Home, arguments: tuple[str, ...]
+) -> None:
+    alone.env["OMLXD_HOME"] = str(alone.path / "upper" / "home")
+    alone.socket = str(alone.path / "upper" / "home" / "omlxd.sock")
+    with alone.start(*arguments, umask=0) as process:
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+    made = [alone.path, *alone.path.rglob("*")]
+    assert [path for path in made if path.stat().st_mode & 0o077] == []
+
+
 def test_quiet_starts_it_without_a_word(alone: Home) -> None:
     outcome = alone.run("models", "--quiet")
     assert (outcome.code, outcome.err) == (0, b"")
