@@ -2,7 +2,7 @@
 
 `Detokenizer` turns one row's tokens into text piece by piece, whole characters only; `StopFinder` watches that text.
 Both belong to one request and run on its engine thread. Joined, the pieces are exactly the tokenizer's decoding of
-all the ids, whatever its spacing rules.
+all the ids, whatever its spacing rules. `Finder` is the search that stop strings and channel markers share.
 """
 
 from __future__ import annotations
@@ -58,43 +58,58 @@ class Detokenizer:
         return self._decoder.decode(token_ids, skip_special_tokens=False)
 
 
-class StopFinder:
-    """Finds the first stop string in a growing text and holds back only what may still become one.
+class Finder:
+    """Finds the first of several strings in a growing text, and what of its end may still become one of them.
 
     The occurrence that ends first wins, and of those that end together the longest, so that the outcome does not
-    depend on how the text was cut into pieces.
+    depend on how the text was cut into pieces. Holds no text: one finder serves any number of requests.
     """
 
+    __slots__ = ("_firsts", "_strings")
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = tuple(strings)
+        self._firsts = frozenset(string[0] for string in strings)
+
+    def split(self, text: str) -> tuple[str, str | None, str]:
+        """The text before, the string that was found, the text after it.
+
+        With none found: the text that is certainly no part of one, None, and the end that may be.
+        """
+        if self._firsts.isdisjoint(text):
+            return text, None, ""
+        found = [(at + len(s), at, s) for s in self._strings if (at := text.find(s)) >= 0]
+        if found:
+            end, at, string = min(found)
+            return text[:at], string, text[end:]
+        cut = len(text) - self._possible_start(text)
+        return text[:cut], None, text[cut:]
+
+    def _possible_start(self, text: str) -> int:
+        """How many of the last characters are the beginning of a string, at the most."""
+        longest = 0
+        for string in self._strings:
+            for size in range(min(len(string) - 1, len(text)), longest, -1):
+                if text.endswith(string[:size]):
+                    longest = size
+                    break
+        return longest
+
+
+class StopFinder:
+    """Finds the stop string that ends a text and holds back only what may still become one."""
+
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
+        self._finder = Finder(stops)
         self._held = ""
 
     def add(self, text: str) -> tuple[str, bool]:
         """Text that is certainly part of the answer, and whether a stop string ended it."""
-        text = self._held + text
-        start = self._find(text)
-        if start is not None:
-            self._held = ""
-            return text[:start], True
-        cut = len(text) - self._possible_start(text)
-        self._held = text[cut:]
-        return text[:cut], False
+        before, stop, rest = self._finder.split(self._held + text)
+        self._held = "" if stop is not None else rest
+        return before, stop is not None
 
     def finish(self) -> str:
         """The held-back text, once no more is coming."""
         held, self._held = self._held, ""
         return held
-
-    def _find(self, text: str) -> int | None:
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        return min(found)[1] if found else None
-
-    def _possible_start(self, text: str) -> int:
-        """How many of the last characters are the beginning of a stop string, at the most."""
-        longest = 0
-        for stop in self._stops:
-            for size in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:size]):
-                    longest = size
-                    break
-        return longest
