@@ -135,9 +135,9 @@ class _Live:
         self._report(Progress("queued"))
         async with self._pool.lease(request.model, autoload=request.autoload, progress=self._report) as engine:
             self._waits_for = "its tokens"
-            prompt = await engine.token_ids(request.prompt)
-            boundaries = await engine.boundaries(request.prompt, prompt)
-            job = make_job(request, prompt, engine.facts, id=self.id, arrived=self._arrived, boundaries=boundaries)
+            prepared = await engine.prepare(request)
+            boundaries = await engine.boundaries(prepared.prompt, prepared.token_ids)
+            job = make_job(request, prepared, engine.facts, id=self.id, arrived=self._arrived, boundaries=boundaries)
             engine.submit(job, self.stream)
             self._engine = engine
             await self.stream.wait_ended()

@@ -82,6 +82,7 @@ class Thinking:
 
     enabled: bool = True
     budget_tokens: int | None = None
+    stop: bool = False  # stop strings end the answer in the reasoning, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,14 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class MalformedCall:
+    """What the model wrote where a tool call should be, and why it is none. The text is the answer's content, too."""
+
+    text: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationResult:
     """What a request produced. Ids as PROTOCOL.md says: without the EOS or stop id that ended the answer."""
 
@@ -185,6 +194,7 @@ class GenerationResult:
     seed: int = 0
     reasoning: str | None = None
     tool_calls: Sequence[Mapping[str, Json]] | None = None
+    malformed_calls: Sequence[MalformedCall] = ()
     token_ids: Sequence[int] = ()
     prompt_token_ids: Sequence[int] = ()
     logprobs: Sequence[TokenLogprob] | None = None
@@ -443,6 +453,15 @@ class EngineFailed(OmlxError):
         super().__init__(
             f"the engine of {model!r} failed: {reason}; send the request again", model=model, reason=reason
         )
+
+
+class InvalidGrammar(OmlxError):
+    """What the answer is to be constrained to cannot be: it is wrong, or too large."""
+
+    kind = "invalid_grammar"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the answer cannot be held to this response_format: {reason}", reason=reason)
 
 
 class Unsupported(OmlxError):

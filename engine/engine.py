@@ -13,11 +13,12 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from omlxd.engine.api import EngineFailed, GenerationResult, OmlxError, Prompt, QueueFull, RequestInfo
+from omlxd.engine.api import EngineFailed, GenerateRequest, GenerationResult, OmlxError, Prompt, QueueFull, RequestInfo
 from omlxd.engine.boundaries import boundaries
 from omlxd.engine.inbox import Abort, Close, Closed, Inbox, Submit
 from omlxd.engine.job import Job
 from omlxd.engine.model import LoadedModel, ModelFacts
+from omlxd.engine.preparing import Prepared, Preparer
 from omlxd.engine.prompt import text_of, token_ids
 from omlxd.engine.scheduler import SchedulerLimits
 from omlxd.engine.stream import EventStream
@@ -39,6 +40,7 @@ class Engine:
         self._wants_boundaries = loaded.cache is not None and loaded.cache.recurrent
         # One thread: a tokenizer is used by one prompt at a time, and a long one holds up neither loop nor engine.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix=f"tokenizer-{loaded.facts.name}")
+        self._preparer = Preparer(loaded.tokenizer, loaded.facts)
         self._limits = limits
         self._loop = asyncio.get_running_loop()
         self._inbox = Inbox()
@@ -64,6 +66,10 @@ class Engine:
         if not self._wants_boundaries:
             return ()
         return await self._loop.run_in_executor(self._tokenizing, boundaries, prompt, ids, self._tokenizer, self.facts)
+
+    async def prepare(self, request: GenerateRequest) -> Prepared:
+        """A request's prompt and how its answer is read. Raises InvalidParams, Unsupported."""
+        return await self._loop.run_in_executor(self._tokenizing, self._preparer.prepare, request)
 
     async def text(self, ids: Sequence[int]) -> str:
         """What the ids stand for, special tokens included. Raises InvalidParams."""

@@ -6,8 +6,10 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from omlxd.engine.api import ChatPrompt, ContextTooLong, GenerateRequest, InvalidParams, TextPrompt, Unsupported
+from omlxd.engine.answer import PLAIN, Form
+from omlxd.engine.api import ContextTooLong, GenerateRequest, InvalidParams, Unsupported
 from omlxd.engine.model import ModelFacts
+from omlxd.engine.preparing import Prepared
 from omlxd.engine.sampling_settings import SamplingSettings, resolve
 
 SEEDS = 1 << 53  # a seed drawn for a client survives JSON readers that keep numbers as doubles
@@ -33,26 +35,22 @@ class Job:
     arrived: float
     boundaries: Sequence[int] = ()  # where the prompt's messages end, in tokens
     warm: bool = False  # compute and keep the prompt, draw nothing
+    form: Form = PLAIN
 
 
 def check_supported(request: GenerateRequest) -> None:
     """Raises Unsupported for what PROTOCOL.md has and this version does not do yet."""
-    prompt = request.prompt
-    asked = {
+    for what, wanted in {
         "response_format": request.response_format is not None,
-        "thinking": request.thinking is not None,
         "session": request.session is not None,
-        "tools": isinstance(prompt, ChatPrompt) and bool(prompt.tools),
-        "suffix": isinstance(prompt, TextPrompt) and prompt.suffix is not None,
-    }
-    for what, wanted in asked.items():
+    }.items():
         if wanted:
             raise Unsupported(what, "this version of omlxd does not have it yet; leave it out")
 
 
 def make_job(
     request: GenerateRequest,
-    prompt: Sequence[int],
+    prepared: Prepared,
     facts: ModelFacts,
     *,
     id: str,
@@ -60,6 +58,7 @@ def make_job(
     boundaries: Sequence[int] = (),
 ) -> Job:
     """`arrived` is on the engine's clock. Raises ContextTooLong, InvalidParams."""
+    prompt = prepared.token_ids
     stopping = request.stopping
     settings = resolve(request.sampling, facts.defaults, seed=secrets.randbelow(SEEDS))
     return Job(
@@ -70,7 +69,8 @@ def make_job(
         logit_bias=_bias(request, facts),
         max_tokens=_room(len(prompt), stopping.max_tokens, facts),
         stop=stopping.stop,
-        stop_ids=frozenset(stopping.stop_token_ids) | (frozenset() if stopping.ignore_eos else facts.eos_token_ids),
+        stop_ids=frozenset(stopping.stop_token_ids)
+        | (frozenset() if stopping.ignore_eos else facts.eos_token_ids | prepared.end_ids),
         logprobs=request.logprobs,
         stream=request.stream,
         progress=request.progress,
@@ -78,6 +78,7 @@ def make_job(
         use_cache=request.cache,
         arrived=arrived,
         boundaries=boundaries,
+        form=prepared.form,
     )
 
 

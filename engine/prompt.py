@@ -7,11 +7,13 @@ engine. Nothing of it is logged.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
 
-from omlxd.engine.api import ChatPrompt, InvalidParams, Json, Prompt, TextPrompt, TokenPrompt, Unsupported
+from omlxd.engine.api import ChatPrompt, InvalidParams, Json, Prompt, TextPrompt, Thinking, TokenPrompt, Unsupported
+from omlxd.engine.messages import conversation, text_of_content
 from omlxd.engine.model import ModelFacts
 
 if TYPE_CHECKING:
@@ -72,6 +74,11 @@ def encode(text: str, tokenizer: TokenizerWrapper) -> list[int]:
     return list(tokenizer.encode(text, verbose=False))
 
 
+def rendered_ids(text: str, tokenizer: TokenizerWrapper) -> list[int]:
+    """Token ids of what a chat template rendered: it has written every special token itself."""
+    return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+
 def text_of(ids: Sequence[int], tokenizer: TokenizerWrapper, facts: ModelFacts) -> str:
     """What the ids stand for, special tokens included. Raises InvalidParams for an id outside the vocabulary."""
     return str(tokenizer.decode(_checked(ids, facts, "tokens"), skip_special_tokens=False))
@@ -96,7 +103,16 @@ def _not_empty(ids: list[int], field: str) -> list[int]:
 def render(
     prompt: ChatPrompt, tokenizer: TokenizerWrapper, facts: ModelFacts, *, generation_prompt: bool = True
 ) -> list[int]:
-    """The conversation by the model's template, with or without the words that begin an answer."""
+    """The conversation by the model's template, with or without what begins or continues an answer."""
+    return rendered_ids(chat_text(prompt, tokenizer, facts, generation_prompt=generation_prompt), tokenizer)
+
+
+def chat_text(
+    prompt: ChatPrompt, tokenizer: TokenizerWrapper, facts: ModelFacts, *, generation_prompt: bool = True
+) -> str:
+    """The conversation as the model's template renders it: up to where the answer begins, or goes on if the last
+    message is the assistant's. Raises InvalidParams with the template's own words, Unsupported without a template.
+    """
     if not facts.has_chat_template:
         reason = f"{facts.name} has no chat template; use generate.complete with a prompt of your own"
         raise Unsupported("chat", reason)
@@ -105,27 +121,61 @@ def render(
         raise InvalidParams("chat_template_kwargs", f"{', '.join(sorted(collisions))} cannot be set")
     if not prompt.messages:
         raise InvalidParams("messages", "is empty; send one message at least")
-    messages = [_plain(message) for message in prompt.messages]
+    template = template_source(tokenizer)
+    messages = conversation(prompt.messages, developer="developer" in template)
+    continued = generation_prompt and prefilled(prompt.messages)
+    if continued and messages[-1].get("tool_calls"):
+        raise InvalidParams("messages", "the last one calls tools; send their results as messages of role tool")
     try:
         text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=generation_prompt, **prompt.template_kwargs
+            messages,
+            tokenize=False,
+            add_generation_prompt=generation_prompt and not continued,
+            continue_final_message=continued,
+            **_offered(prompt),
+            **prompt.template_kwargs,
         )
     except TEMPLATE_FAILURES as exc:
         raise InvalidParams("messages", f"the model's chat template refused them: {exc}") from None
-    return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+    return str(text)
 
 
-def _plain(message: Mapping[str, Json]) -> dict[str, Json]:
-    """A message as text templates expect it: content is a string, text parts joined."""
-    content = message.get("content")
-    if content is None:
-        return {**message, "content": ""}
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        return {**message, "content": "".join(_part_text(part) for part in content)}
-    return dict(message)
+def prefilled(messages: Sequence[Mapping[str, Json]]) -> bool:
+    """Whether the last message is the beginning of the answer, to be continued."""
+    return bool(continued_text(messages))
 
 
-def _part_text(part: Json) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise Unsupported("image input", "this model takes text; send parts of type text")
+def continued_text(messages: Sequence[Mapping[str, Json]]) -> str:
+    """What the answer that is to be continued says so far; empty where there is none."""
+    last = messages[-1]
+    return text_of_content(last.get("content")) if last.get("role") == "assistant" else ""
+
+
+def template_source(tokenizer: TokenizerWrapper) -> str:
+    """The chat template's source, all of them where there are several; empty where it is no Jinja template."""
+    template = tokenizer.chat_template
+    if isinstance(template, Mapping):
+        return "\n".join(str(text) for text in template.values())
+    return template if isinstance(template, str) else ""
+
+
+def _offered(prompt: ChatPrompt) -> dict[str, Json]:
+    """The tools, as the template wants them; a client that wants no call is best served by a model that knows none."""
+    return {"tools": list(prompt.tools)} if offers_tools(prompt) else {}
+
+
+def offers_tools(prompt: ChatPrompt) -> bool:
+    return bool(prompt.tools) and prompt.tool_choice != "none"
+
+
+def with_thinking(prompt: ChatPrompt, thinking: Thinking | None, tokenizer: TokenizerWrapper) -> ChatPrompt:
+    """The prompt with what the client asked of the reasoning, in the template's words. Raises InvalidParams."""
+    if thinking is None:
+        return prompt
+    twice = {"enable_thinking", "thinking"} & prompt.template_kwargs.keys()
+    if twice:
+        raise InvalidParams("chat_template_kwargs", f"{', '.join(sorted(twice))} is what `thinking` says already")
+    kwargs = {**prompt.template_kwargs, "enable_thinking": thinking.enabled}
+    if "thinking" in template_source(tokenizer):  # some templates ask for it under this name
+        kwargs["thinking"] = thinking.enabled
+    return replace(prompt, template_kwargs=kwargs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 
+from omlxd.engine.answer import Answer, Part
 from omlxd.engine.api import (
     Cancelled,
     Delta,
@@ -21,7 +22,7 @@ from omlxd.engine.api import (
     Usage,
 )
 from omlxd.engine.job import Job
-from omlxd.engine.text import Decoder, Detokenizer, StopFinder
+from omlxd.engine.text import Decoder
 
 Clock = Callable[[], float]
 
@@ -62,9 +63,7 @@ class Request:
         self.drawn: list[int] = []  # every token drawn, the id that ended the answer included: what the KV cache holds
         self.logprobs: list[TokenLogprob] = []
         self._clock = clock
-        self._detokenizer = Detokenizer(decoder)
-        self._stops = StopFinder(job.stop) if job.stop else None
-        self._texts: list[str] = []
+        self._answer = Answer(job.form, job.stop, decoder)
         self.submitted = clock()
         self.started: float | None = None
         self._first_token: float | None = None
@@ -96,60 +95,48 @@ class Request:
         self.state = state
         self.reason = reason
 
-    def accept(self, token_id: int, logprob: TokenLogprob | None) -> tuple[Delta | None, FinishReason | None]:
+    def accept(self, token_id: int, logprob: TokenLogprob | None) -> tuple[list[Delta], FinishReason | None]:
         """Takes the next token; returns what may be sent now and, at the end, why it ended."""
         if self._first_token is None:
             self._first_token = self._clock()
         self.drawn.append(token_id)
+        answer = self._answer
         if token_id in self.job.stop_ids:
-            return self._delta(self._flush(), [], []), "stop"
+            parts = answer.finish(token_id)
+            return self._deltas(parts, [], []), "tool_calls" if answer.calls else "stop"
         self.token_ids.append(token_id)
         added = [] if logprob is None else [logprob]
         self.logprobs.extend(added)
-        text, stopped = self._new_text(token_id)
-        reason: FinishReason | None = None
-        if stopped:
-            reason = "stop"
-        elif len(self.token_ids) >= self.job.max_tokens:
-            reason = "length"
-            tail, stopped = self._flush_with_stop()
-            text += tail
-            if stopped:
-                reason = "stop"
-        return self._delta(text, [token_id], added), reason
+        parts = answer.add(token_id)
+        reason: FinishReason | None = "stop" if answer.stopped else None
+        if reason is None and len(self.token_ids) >= self.job.max_tokens:
+            parts += answer.finish()
+            reason = "stop" if answer.stopped else "length"
+        return self._deltas(parts, [token_id], added), reason
 
-    def _new_text(self, token_id: int) -> tuple[str, bool]:
-        text = self._detokenizer.add(token_id)
-        if self._stops is None or not text:
-            return text, False
-        return self._stops.add(text)
-
-    def _flush_with_stop(self) -> tuple[str, bool]:
-        tail = self._detokenizer.finish()
-        if self._stops is None:
-            return tail, False
-        text, stopped = self._stops.add(tail)
-        return (text, True) if stopped else (text + self._stops.finish(), False)
-
-    def _flush(self) -> str:
-        return self._flush_with_stop()[0]
-
-    def _delta(self, text: str, token_ids: list[int], logprobs: list[TokenLogprob]) -> Delta | None:
-        if text:
-            self._texts.append(text)
-        if not self.job.stream or not (text or token_ids):
-            return None
-        return Delta(text, "content", token_ids, logprobs)
+    def _deltas(self, parts: list[Part], token_ids: list[int], logprobs: list[TokenLogprob]) -> list[Delta]:
+        """The parts as events, where they are wanted; the last one carries the token."""
+        if not self.job.stream:
+            return []
+        if not parts:
+            return [Delta("", "content", token_ids, logprobs)] if token_ids else []
+        deltas = [Delta(text, channel) for channel, text in parts[:-1]]
+        channel, text = parts[-1]
+        return [*deltas, Delta(text, channel, token_ids, logprobs)]
 
     def result(self, reason: FinishReason) -> GenerationResult:
         """The whole answer, or what there is of it."""
+        answer = self._answer
         return GenerationResult(
             model=self.job.model,
-            text="".join(self._texts),
+            text=answer.text,
             finish_reason=reason,
-            usage=Usage(len(self.job.prompt), self.cached, len(self.token_ids)),
+            usage=Usage(len(self.job.prompt), self.cached, len(self.token_ids), answer.reasoning_tokens),
             timings=self._timings(),
             seed=self.job.sampling.seed,
+            reasoning=answer.reasoning,
+            tool_calls=answer.calls or None,
+            malformed_calls=answer.malformed,
             token_ids=self.token_ids,
             prompt_token_ids=self.job.prompt,
             logprobs=self.logprobs if self.job.logprobs else None,

@@ -10,11 +10,12 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from omlxd.engine.api import InvariantError, ModelEntry, ModelState, Prompt, RequestInfo
+from omlxd.engine.api import GenerateRequest, InvariantError, ModelEntry, ModelState, Prompt, RequestInfo
 from omlxd.engine.catalog import CatalogEntry
 from omlxd.engine.inbox import Close, Closed
 from omlxd.engine.job import Job
 from omlxd.engine.model import ModelFacts
+from omlxd.engine.preparing import Prepared
 from omlxd.engine.stream import EventStream
 
 _NEXT: dict[ModelState, frozenset[ModelState]] = {
@@ -41,6 +42,8 @@ class EngineHandle(Protocol):
     async def token_ids(self, prompt: Prompt) -> Sequence[int]: ...
 
     async def boundaries(self, prompt: Prompt, ids: Sequence[int]) -> Sequence[int]: ...
+
+    async def prepare(self, request: GenerateRequest) -> Prepared: ...
 
     async def text(self, token_ids: Sequence[int]) -> str: ...
 

@@ -246,8 +246,8 @@ class Worker:
         for row in tokens:
             request = self._rows[row.id]
             entry = self._logprob(row, request.job.logprobs) if request.job.logprobs else None
-            delta, reason = request.accept(row.token_id, entry)
-            if delta is not None:
+            deltas, reason = request.accept(row.token_id, entry)
+            for delta in deltas:
                 self._say(request, delta)
             if reason is not None:
                 self._keep(request)

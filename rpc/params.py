@@ -164,6 +164,7 @@ class ThinkingParams(Struct, forbid_unknown_fields=True):
 
     enabled: bool = True
     budget_tokens: Annotated[int, Meta(ge=0)] | None = None
+    stop: bool = False
 
 
 class GenerateParams(Slow, kw_only=True):
@@ -197,7 +198,9 @@ class GenerateParams(Slow, kw_only=True):
         ResponseFormat | None,
         _takes("{type: json_object}, {type: json_schema, schema}, {type: regex, pattern} or {type: grammar, lark}"),
     ] = None
-    thinking: Annotated[ThinkingParams | None, _takes("{enabled, budget_tokens}")] = None
+    thinking: Annotated[
+        ThinkingParams | None, _takes("{enabled, budget_tokens, stop}; with stop, stop strings end the reasoning too")
+    ] = None
     return_token_ids: Flag = None
     priority: Annotated[Literal["interactive", "batch"] | None, _takes("interactive or batch")] = None
     session: OptionalText = None
@@ -281,7 +284,7 @@ class CompleteParams(GenerateParams, kw_only=True):
 
 
 def _thinking(given: ThinkingParams | None) -> Thinking | None:
-    return None if given is None else Thinking(given.enabled, given.budget_tokens)
+    return None if given is None else Thinking(given.enabled, given.budget_tokens, given.stop)
 
 
 def _mapping(given: ResponseFormat | None) -> dict[str, Any] | None:

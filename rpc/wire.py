@@ -19,6 +19,7 @@ from omlxd.engine.api import (
     Delta,
     FinishReason,
     GenerationResult,
+    MalformedCall,
     ModelEntry,
     ModelState,
     Phase,
@@ -95,6 +96,7 @@ class Generated(Struct, kw_only=True):
     seed: int
     reasoning: str | UnsetType = UNSET
     tool_calls: Sequence[Mapping[str, Any]] | UnsetType = UNSET
+    malformed_calls: Sequence[MalformedCall] | UnsetType = UNSET
     token_ids: Sequence[int] | UnsetType = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
     logprobs: list[LogprobEntry] | UnsetType = UNSET
@@ -183,6 +185,7 @@ def generated(result: GenerationResult, extras: Extras) -> Generated:
         seed=result.seed,
         reasoning=UNSET if result.reasoning is None else result.reasoning,
         tool_calls=UNSET if result.tool_calls is None else result.tool_calls,
+        malformed_calls=result.malformed_calls or UNSET,
         token_ids=result.token_ids if extras.token_ids else UNSET,
         prompt_token_ids=result.prompt_token_ids if extras.token_ids else UNSET,
         logprobs=_logprobs(result.logprobs or ()) if extras.logprobs else UNSET,

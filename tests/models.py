@@ -275,7 +275,7 @@ def byte_tokenizer(pieces: Mapping[int, str | bytes] | None = None) -> Tokenizer
 
     `pieces` gives ids above them a text of their own (whole or part of a character); nothing is ever encoded to these.
     """
-    letters = _byte_letters()
+    letters = byte_letters()
     vocabulary = {letters[byte]: byte for byte in range(256)} | {text: token for token, text in SPECIAL.items()}
     texts: dict[int, str | bytes] = {token: f" w{token}" for token in range(FIRST_PIECE, VOCABULARY)}
     for token, text in (texts | dict(pieces or {})).items():
@@ -291,7 +291,7 @@ def byte_tokenizer(pieces: Mapping[int, str | bytes] | None = None) -> Tokenizer
     return tokenizer
 
 
-def _byte_letters() -> list[str]:
+def byte_letters() -> list[str]:
     """The printable character that byte-level BPE writes for each byte value (GPT-2's table)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]

@@ -1,0 +1,114 @@
+"""Preparing: everything about a request that is settled before its engine sees it.
+
+A `Preparer` belongs to one model and works on its tokenizer thread, one request at a time: it renders and tokenizes
+the prompt and says how the answer is to be read. What cannot be done is refused here, before any generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from omlxd.engine import prompt as prompts
+from omlxd.engine.answer import PLAIN, Form
+from omlxd.engine.api import ChatPrompt, GenerateRequest, InvalidParams, Json, Prompt, TextPrompt, Unsupported
+from omlxd.engine.channels import Separator, State
+from omlxd.engine.conventions import Conventions, conventions_of
+from omlxd.engine.fim import fim_prompt
+from omlxd.engine.model import ModelFacts
+from omlxd.engine.thinking import left_open
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prompt in token ids and how its answer is read. `prompt` is the client's with what else the template is told;
+    `end_ids` end the answer beside the model's own.
+    """
+
+    prompt: Prompt
+    token_ids: Sequence[int]
+    form: Form = PLAIN
+    end_ids: frozenset[int] = frozenset()
+
+
+class Preparer:
+    """Prepares one model's requests."""
+
+    def __init__(self, tokenizer: TokenizerWrapper, facts: ModelFacts) -> None:
+        self._tokenizer = tokenizer
+        self._facts = facts
+
+    @cached_property
+    def _conventions(self) -> Conventions:
+        return conventions_of(self._tokenizer)
+
+    def prepare(self, request: GenerateRequest) -> Prepared:
+        """Raises InvalidParams and Unsupported for what this model cannot be asked."""
+        if isinstance(request.prompt, ChatPrompt):
+            return self._chat(request, request.prompt)
+        return self._completion(request)
+
+    def _completion(self, request: GenerateRequest) -> Prepared:
+        """Raw text: it has no channels, only tokens that are no text."""
+        if request.thinking is not None:
+            raise Unsupported("thinking", "a text is continued as it stands; use generate.chat")
+        conventions = self._conventions
+        form = Form(control_ids=conventions.control_ids)
+        prompt = request.prompt
+        if isinstance(prompt, TextPrompt) and prompt.suffix is not None:
+            ids = fim_prompt(prompt.text, prompt.suffix, conventions.fim, self._tokenizer, self._facts.name)
+            return Prepared(prompt, ids, form, conventions.fim.end_ids if conventions.fim is not None else frozenset())
+        return Prepared(prompt, prompts.token_ids(prompt, self._tokenizer, self._facts), form)
+
+    def _chat(self, request: GenerateRequest, prompt: ChatPrompt) -> Prepared:
+        conventions = self._conventions
+        self._check(request, prompt)
+        prompt = prompts.with_thinking(prompt, request.thinking, self._tokenizer)
+        text = prompts.chat_text(prompt, self._tokenizer, self._facts)
+        calling = prompts.offers_tools(prompt)
+        form = Form(
+            dialect=conventions.calling if calling else conventions.plain,
+            state=self._state(prompt, text),
+            control_ids=conventions.control_ids,
+            tool_format=conventions.tool_format if calling else None,
+            tools=prompt.tools if calling else (),
+            stop_in_reasoning=request.thinking is not None and request.thinking.stop,
+            begun=prompts.prefilled(prompt.messages),
+        )
+        return Prepared(prompt, prompts.rendered_ids(text, self._tokenizer), form)
+
+    def _check(self, request: GenerateRequest, prompt: ChatPrompt) -> None:
+        conventions, name = self._conventions, self._facts.name
+        thinking = request.thinking
+        reasons = conventions.marks is not None or conventions.harmony
+        if thinking is not None and not reasons and (thinking.enabled or thinking.budget_tokens is not None):
+            raise Unsupported("thinking", f"{name} does not reason apart from its answer; leave thinking out")
+        if prompts.offers_tools(prompt) and conventions.tool_format is None:
+            raise Unsupported("tools", f"no format of tool calls is known for {name}; leave tools out")
+        choice = prompt.tool_choice
+        if choice not in (None, "none", "auto") and not prompt.tools:
+            raise InvalidParams("tool_choice", "demands a call and there are no tools")
+        if isinstance(choice, Mapping) and _name(choice) not in {_name(tool) for tool in prompt.tools}:
+            raise InvalidParams("tool_choice", f"no tool is named {_name(choice)!r}")
+
+    def _state(self, prompt: ChatPrompt, text: str) -> State:
+        """Where the answer begins: in the reasoning, if the prompt has opened it."""
+        conventions = self._conventions
+        if prompts.prefilled(prompt.messages):
+            given = Separator(conventions.plain, State.CONTENT)
+            given.add(prompts.continued_text(prompt.messages))
+            return given.state
+        if conventions.marks is not None and left_open(text, conventions.marks):
+            return State.REASONING
+        return conventions.initial
+
+
+def _name(item: Json) -> Json:
+    """The function's name in a tool, or in a tool choice: both have it in the same place."""
+    function = item.get("function") if isinstance(item, Mapping) else None
+    return function.get("name") if isinstance(function, Mapping) else None
