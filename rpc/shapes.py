@@ -22,6 +22,7 @@ class Thinking(TypedDict, total=False):
 
     enabled: bool
     budget_tokens: int | None
+    stop: bool
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -131,6 +132,13 @@ class Timings(TypedDict):
     tokens_per_s: float
 
 
+class MalformedCall(TypedDict):
+    """What the model wrote where a tool call should be, and why it is none."""
+
+    text: str
+    reason: str
+
+
 class Generated(TypedDict):
     """What a generation made."""
 
@@ -142,6 +150,7 @@ class Generated(TypedDict):
     seed: int
     reasoning: NotRequired[str]
     tool_calls: NotRequired[list[dict[str, Any]]]
+    malformed_calls: NotRequired[list[MalformedCall]]
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
     logprobs: NotRequired[list[LogprobEntry]]

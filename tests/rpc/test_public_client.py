@@ -403,6 +403,7 @@ RESULTS: Final = {
     shapes.Usage: api.Usage,
     shapes.Timings: api.Timings,
     shapes.Generated: wire.Generated,
+    shapes.MalformedCall: api.MalformedCall,
     shapes.Delta: wire.DeltaValue,
     shapes.Progress: wire.ProgressValue,
     shapes.LogprobEntry: wire.LogprobEntry,
