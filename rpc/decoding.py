@@ -57,15 +57,16 @@ def _explained(params: type[Struct], text: bytes | Raw, cause: Exception) -> Inv
     for name, field in fields.items():
         if name not in given:
             if field.required:
-                return InvalidParams(name, f"is missing; takes {_description(field.type)}")
+                return InvalidParams(name, f"is missing; takes {description(field.type)}")
             continue
         try:
             msgspec.json.decode(given[name], type=field.type)
         except msgspec.DecodeError as exc:
-            return InvalidParams(name, f"{exc}; takes {_description(field.type)}")
+            return InvalidParams(name, f"{exc}; takes {description(field.type)}")
     return InvalidParams("params", str(cause))
 
 
-def _description(kind: Any) -> str:
+def description(kind: Any) -> str:
+    """What a parameter of that type takes, in words."""
     meta: Meta = kind.__metadata__[-1]
     return meta.description or ""

@@ -7,7 +7,7 @@ own (`reasoning_content`, `name`); these structs only say which shapes are refus
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -123,6 +123,13 @@ class ToolByName(Struct):
 
 
 ToolChoice = Literal["none", "auto", "required"] | ToolByName
+
+# By parameter: what `checked_...` holds it to, for the OpenRPC document.
+SHAPES: Final[Mapping[str, Any]] = {
+    "messages": Annotated[list[Message], Meta(min_length=1)],
+    "tools": list[Tool],
+    "tool_choice": ToolChoice,
+}
 
 
 def checked_messages(messages: Sequence[Mapping[str, Json]]) -> Sequence[Mapping[str, Json]]:

@@ -42,7 +42,7 @@ async def _ping(call: Call, params: NoParams) -> str:
 
 
 async def _discover(call: Call, params: NoParams) -> Raw:
-    return document(call.backend.info().version, [_described(method) for method in METHODS.values()])
+    return document(call.backend.info().version, described())
 
 
 async def _info(call: Call, params: NoParams) -> DaemonInfo:
@@ -120,6 +120,11 @@ async def _tokenize(call: Call, params: p.TokenizeParams) -> wire.Tokens:
 async def _detokenize(call: Call, params: p.DetokenizeParams) -> wire.Detokenized:
     text = await call.wait_for(lambda: call.backend.detokenize(params.model, params.tokens))
     return wire.Detokenized(text)
+
+
+def described() -> list[Described]:
+    """Every method, as the OpenRPC document has it."""
+    return [_described(method) for method in METHODS.values()]
 
 
 def _described(method: Method) -> Described:
