@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 
+# Before a word that stands behind `--`. argparse of Python 3.11 forgets the `--` when words and options are mixed, and
+# takes the word for an option; no argument of a process can hold this character.
+_WORD = "\0"
+
+
 class HelpRequested(Exception):
     """-h was given; `text` is what to show."""
 
@@ -65,11 +70,22 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("-h", "--help", action=_Help, nargs=0, help="show this help and stop")
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Parses options and positional words in any order. Raises UsageError, HelpRequested."""
-        return self.parse_intermixed_args(list(arguments))
+        """Parses options and words in any order; what follows `--` are words. Raises UsageError, HelpRequested."""
+        given = list(arguments)
+        if "--" in given:
+            end = given.index("--")
+            given = [*given[:end], *(_WORD + word for word in given[end + 1 :])]
+        read = self.parse_intermixed_args(given)
+        return argparse.Namespace(**{name: _without_mark(value) for name, value in vars(read).items()})
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; `{self.prog} --help` shows what it takes")
+        raise UsageError(f"{message.replace(_WORD, '')}; `{self.prog} --help` shows what it takes")
+
+
+def _without_mark(value: object) -> object:
+    if isinstance(value, str):
+        return value.removeprefix(_WORD)
+    return [_without_mark(each) for each in value] if isinstance(value, list) else value
 
 
 def finite(text: str) -> float:

@@ -48,6 +48,20 @@ def test_a_dash_reads_the_prompt_from_standard_input_with_and_without_a_model(ho
     assert home.run("run", "-", stdin=b"two").text == "two\n"
 
 
+@pytest.mark.parametrize("prompt", ["--help", "--foo", "-x", "-h", "--json", "--socket=x", "--"])
+def test_behind_two_dashes_a_prompt_may_look_like_an_option(home: Home, daemon: Daemon, prompt: str) -> None:
+    assert home.run("run", "--temperature", "0", "--", "tiny", prompt).text == f"{prompt}\n"
+    assert home.run("run", "tiny", "--", prompt).text == f"{prompt}\n"
+
+
+def test_a_word_too_many_behind_two_dashes_is_named_as_it_was_typed(home: Home, daemon: Daemon) -> None:
+    outcome = home.run("ping", "--", "--loud")
+    assert (outcome.code, outcome.errors) == (
+        2,
+        ["error: unrecognized arguments: --loud; `omlxctl ping --help` shows what it takes"],
+    )
+
+
 def test_two_words_are_a_model_and_a_prompt_even_if_both_name_models(home: Home, daemon: Daemon) -> None:
     two_models(daemon)
     assert home.run("run", "tiny", "other").text == "other\n"
