@@ -25,6 +25,7 @@ from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 from omlxd.engine import architectures
 from omlxd.engine.api import LoadOptions, ModelLoadFailed, Progress, ProgressSink, Unsupported
 from omlxd.engine.catalog import CatalogEntry
+from omlxd.engine.loading import check_options
 from omlxd.engine.model import LoadedModel, ModelFacts
 from omlxd.engine.model_facts import (
     GENERATION_CONFIG,
@@ -57,7 +58,7 @@ def load(entry: CatalogEntry, options: LoadOptions, *, progress: ProgressSink) -
     What `progress` raises passes through and gives the load up. Raises ModelLoadFailed or Unsupported.
     """
     entry.check()
-    _check_options(options)
+    check_options(options)
     config = json.loads((entry.path / "config.json").read_bytes())
     _check_text(config)
     generation = generation_config(entry.path)
@@ -77,13 +78,6 @@ def load(entry: CatalogEntry, options: LoadOptions, *, progress: ProgressSink) -
         defaults=sampling_defaults(generation),
     )
     return LoadedModel(model, tokenizer, facts)
-
-
-def _check_options(options: LoadOptions) -> None:
-    if options.draft is not None:
-        raise Unsupported("draft", "models are not paired with a drafter yet; load it without draft")
-    if options.kv_bits is not None:
-        raise Unsupported("kv_bits", "the KV cache is not quantised yet; load it without kv_bits")
 
 
 def _check_text(config: Mapping[str, Any]) -> None:

@@ -11,11 +11,19 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-from omlxd.engine.api import LoadOptions, OmlxError, Progress, ProgressSink
+from omlxd.engine.api import LoadOptions, OmlxError, Progress, ProgressSink, Unsupported
 from omlxd.engine.catalog import CatalogEntry
 from omlxd.engine.model import LoadedModel
 
 Load = Callable[[CatalogEntry, LoadOptions, ProgressSink], LoadedModel]
+
+
+def check_options(options: LoadOptions) -> None:
+    """Raises Unsupported for what PROTOCOL.md has and this version does not do yet."""
+    if options.draft is not None:
+        raise Unsupported("draft", "models are not paired with a drafter yet; load it without draft")
+    if options.kv_bits is not None:
+        raise Unsupported("kv_bits", "the KV cache is not quantised yet; load it without kv_bits")
 
 
 class GivenUp(Exception):

@@ -31,7 +31,7 @@ from omlxd.engine.api import (
 )
 from omlxd.engine.catalog import Catalog, CatalogEntry
 from omlxd.engine.inbox import Close, Closed
-from omlxd.engine.loading import GivenUp, Loading
+from omlxd.engine.loading import GivenUp, Loading, check_options
 from omlxd.engine.model import LoadedModel
 from omlxd.engine.slot import EngineHandle, Slot
 
@@ -111,6 +111,7 @@ class Pool:
 
     async def load(self, name: str, options: LoadOptions, progress: ProgressSink) -> ModelEntry:
         """Loads a model, or waits for the load that runs; sets pin and TTL. Another adapter loads it anew."""
+        check_options(options)  # a model that is there already would hide that they were not heeded
         slot = await self._ready(name, options, autoload=True, progress=progress)
         if options.adapter is not None and slot.adapter != options.adapter:
             await self.unload(slot.entry.name, now=False)

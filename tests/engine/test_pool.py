@@ -20,6 +20,7 @@ from omlxd.engine.api import (
     Prompt,
     RequestInfo,
     ShuttingDown,
+    Unsupported,
 )
 from omlxd.engine.catalog import CatalogEntry
 from omlxd.engine.inbox import Close, Closed
@@ -139,6 +140,17 @@ def test_all_names_of_a_model_lead_to_one_engine() -> None:
         async with pool(backend) as running:
             await asyncio.gather(use(running, "a"), use(running, "org/a"))
         assert backend.loads == ["a"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("options", [LoadOptions(kv_bits=4), LoadOptions(draft="b")])
+def test_what_a_load_cannot_do_is_refused_for_a_loaded_model_too(options: LoadOptions) -> None:
+    async def main() -> None:
+        async with pool(FakeBackend()) as running:
+            await running.load("a", LoadOptions(), quiet)
+            with pytest.raises(Unsupported):
+                await running.load("a", options, quiet)
 
     asyncio.run(main())
 
