@@ -57,9 +57,11 @@ class Context:
         except NotRunning:
             if not self._may_start:
                 raise
+        from omlxd.cli.service_start import start_service
         from omlxd.cli.start import start_daemon
 
-        start_daemon(self.paths, self.env, self.console)
+        if not start_service(self):
+            start_daemon(self.paths, self.env, self.console)
         return self.connect(on_notification=on_notification)
 
     def connect_to_work(self) -> Client:

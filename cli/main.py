@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "stdio": ("stdio", "Stdio", "connect standard input and output with the daemon's socket"),
     "rpc": ("rpc_call", "Rpc", "call any method"),
     "shutdown": ("basic", "Shutdown", "stop the daemon when its requests are done"),
+    "service": ("service", "Service", "run the daemon as a service of macOS, and read its log"),
     "config": ("config", "Config", "show and change settings"),
     "doctor": ("doctor", "Doctor", "look for what is wrong and say what to do"),
     "completion": ("completion", "Completion", "print a shell's completion script"),

@@ -22,6 +22,7 @@ DAEMON = (sys.executable, "-P", "-m", "omlxd.daemon", "--quiet")
 _WAIT_S = 10.0
 _GRACE_S = 0.5  # after ours has ended, for another one that has not written its pid yet
 _POLL_S = 0.02
+_TRIES = 3
 _SHOWN_LINES = 5
 _SHOWN_BYTES = 4096
 
@@ -29,17 +30,22 @@ _SHOWN_BYTES = 4096
 def start_daemon(paths: Paths, env: Mapping[str, str], console: Console, command: tuple[str, ...] = DAEMON) -> None:
     """Starts one and returns when the socket answers. Raises Unreachable, with the log's last lines, if none does."""
     output = os.path.join(paths.log_dir, "omlxd.out")
-    logs = {path: _size(path) for path in (paths.log_file, output)}
-    try:
-        os.makedirs(paths.home, mode=0o700, exist_ok=True)
-        os.makedirs(paths.log_dir, mode=0o700, exist_ok=True)
-        child = _spawn(command, env, output)
-    except OSError as error:
-        raise Unreachable(f"omlxd cannot be started: {error}; `omlxctl doctor` says more") from error
-    console.note(f"starting omlxd in the background (pid {child}, log {paths.log_file})")
-    end = _wait(paths, child)
+    logs = {path: size_of(path) for path in (paths.log_file, output)}
+    end = None
+    for _ in range(_TRIES):
+        another = _another_lives(paths.lock)
+        try:
+            os.makedirs(paths.home, mode=0o700, exist_ok=True)
+            os.makedirs(paths.log_dir, mode=0o700, exist_ok=True)
+            child = _spawn(command, env, output)
+        except OSError as error:
+            raise Unreachable(f"omlxd cannot be started: {error}; `omlxctl doctor` says more") from error
+        console.note(f"starting omlxd in the background (pid {child}, log {paths.log_file})")
+        end = _wait(paths, child)
+        if end is None or not another or _another_lives(paths.lock):
+            break  # else ours gave way to one that was just ending
     if end is not None:
-        lines = [line for path, size in logs.items() for line in _lines_after(path, size)]
+        lines = [line for path, size in logs.items() for line in lines_after(path, size)]
         raise Unreachable(f"omlxd was started and {end}; its log is {paths.log_file}", details=lines[-_SHOWN_LINES:])
 
 
@@ -65,7 +71,7 @@ def _wait(paths: Paths, child: int) -> str | None:
     while time.monotonic() < deadline:
         if _answers(paths.socket):
             return None
-        if status is None and (status := _exit_code(child)) is not None and not _another_is_starting(paths.lock):
+        if status is None and (status := _exit_code(child)) is not None and not _another_lives(paths.lock):
             deadline = min(deadline, time.monotonic() + _GRACE_S)
         time.sleep(_POLL_S)
     return f"did not answer within {_WAIT_S:.0f} s" if status is None else f"ended with code {status}"
@@ -84,7 +90,7 @@ def _answers(socket: str) -> bool:
     return True
 
 
-def _another_is_starting(lock: str) -> bool:
+def _another_lives(lock: str) -> bool:
     """Whether the lock file names a process that lives. Never tries the lock: that could make the other one fail."""
     try:
         with open(lock, encoding="utf-8", errors="replace") as file:
@@ -97,18 +103,19 @@ def _another_is_starting(lock: str) -> bool:
     return True
 
 
-def _size(path: str) -> int:
+def size_of(path: str) -> int:
+    """A file's size in bytes, 0 where there is none."""
     try:
         return os.stat(path).st_size
     except OSError:
         return 0
 
 
-def _lines_after(path: str, size: int) -> list[str]:
+def lines_after(path: str, size: int) -> list[str]:
     """The last lines of what was written to `path` since it had `size` bytes."""
     try:
         with open(path, "rb") as file:
-            file.seek(max(size, _size(path) - _SHOWN_BYTES))
+            file.seek(max(size, size_of(path) - _SHOWN_BYTES))
             return file.read().decode("utf-8", "replace").splitlines()[-_SHOWN_LINES:]
     except OSError:
         return []

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -82,6 +83,27 @@ def test_one_that_gives_way_to_another_that_is_just_starting_is_no_failure(home:
         start(home, f"open({str(turn)!r}, 'w').close(); {GIVES_WAY}")
         quit_daemon(home)
     assert other.returncode == 0
+
+
+def test_one_that_gave_way_to_another_that_was_just_ending_is_started_again(served: Home) -> None:
+    served.path.mkdir(mode=0o700)
+    turn, again = served.path / "turn", served.path / "again"
+    os.mkfifo(turn)
+    with subprocess.Popen([sys.executable, "-c", f"open({str(turn)!r}).read()"]) as other:
+        reaping = threading.Thread(target=other.wait)
+        reaping.start()
+        (served.path / "omlxd.lock").write_text(f"pid {other.pid}, version 0.1.0\n")
+        gives_way_once = f"""
+import os, sys, time
+if not os.path.exists({str(again)!r}):
+    open({str(again)!r}, "w").close()
+    open({str(turn)!r}, "w").close()
+    while os.path.exists("/proc/{other.pid}"):
+        time.sleep(0.01)
+    sys.exit(1)
+"""
+        start(served, gives_way_once + SERVES)
+        reaping.join()
 
 
 def test_a_home_that_cannot_be_made_is_one_line(home: Home) -> None:

@@ -16,9 +16,9 @@ HEAVY = {
 # A command line for each command that is complete, so that only the missing daemon stops it.
 COMPLETE = {
     "run": ["m", "hi"], "chat": ["m"], "complete": ["m", "hi"], "pull": ["demo"], "load": ["m"], "unload": ["m"],
-    "tokenize": ["m", "hi"], "rpc": ["ping"], "config": ["path"], "completion": ["bash"],
+    "tokenize": ["m", "hi"], "rpc": ["ping"], "config": ["path"], "completion": ["bash"], "service": ["status"],
 }  # fmt: skip
-NEED_A_DAEMON = sorted(set(COMMANDS) - {"socket", "config", "doctor", "completion"})
+NEED_A_DAEMON = sorted(set(COMMANDS) - {"socket", "config", "doctor", "completion", "service"})
 
 
 def modules_after(home: Home, *arguments: str) -> set[str]:
