@@ -164,7 +164,10 @@ class Connection:
         return await self._dispatcher.answer(job) if isinstance(job, Call) else job
 
     async def _batch(self, jobs: Sequence[Job]) -> bytes | None:
-        """All members side by side; one array when the last has ended, nothing for notifications alone."""
+        """Members that take time side by side, the others one by one, so that a huge batch leaves others their turns.
+
+        One array when the last has ended, nothing for notifications alone.
+        """
         answers: list[bytes | None] = [None] * len(jobs)
 
         async def fill(index: int, job: Job) -> None:
@@ -172,7 +175,11 @@ class Connection:
 
         async with anyio.create_task_group() as tasks:
             for index, job in enumerate(jobs):
-                tasks.start_soon(fill, index, job)
+                if job in self._running:
+                    tasks.start_soon(fill, index, job)
+            for index, job in enumerate(jobs):
+                if job not in self._running:
+                    await fill(index, job)
         told = [answer for answer in answers if answer is not None]
         return b"[%b]" % b",".join(told) if told else None
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -133,6 +134,24 @@ async def test_a_batch_is_answered_member_by_member(backend: FakeBackend, path: 
         assert answers["b"]["error"]["code"] == -32601
         assert answers[3]["result"]["text"] == "a"
         assert len(answers) == 4
+
+
+async def test_other_clients_have_their_turns_beside_a_huge_batch(backend: FakeBackend, path: Path) -> None:
+    async with serving(backend, path) as running, running.peer() as greedy, running.peer() as other:
+        answered: list[int] = []
+
+        async def wait() -> None:
+            answered.append(len(await greedy.answer()))
+
+        await greedy.send([greedy.request("ping") for _ in range(2000)])
+        turns = 0
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            while not answered:
+                assert await other.result("ping") == "pong"
+                turns += 1
+        assert answered == [2000]
+        assert turns > 50  # side by side, all of the batch would come before each of them
 
 
 async def test_a_batch_of_notifications_gets_no_answer(backend: FakeBackend, path: Path) -> None:
