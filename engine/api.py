@@ -16,6 +16,9 @@ Channel = Literal["content", "reasoning", "tool_call"]
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
 Phase = Literal["queued", "held", "download", "load", "fetch", "prefill"]
 ModelState = Literal["ABSENT", "LOADING", "READY", "BUSY", "DRAINING", "UNLOADING", "FAILED"]
+Topic = Literal["models", "memory", "requests", "cache"]
+CacheTier = Literal["all", "hot", "ssd"]
+CacheReason = Literal["full", "differs", "no_checkpoint", "evicted", "bad_block", "nothing_stored", "disabled"]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Requests
@@ -102,6 +105,7 @@ class GenerateRequest:
     autoload: bool = True
     stream: bool = False
     progress: bool = False
+    warm: bool = False  # compute and store the prompt, generate nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +281,92 @@ class DaemonStatus:
     cache: Mapping[str, Json]
 
 
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How values were spread: `counts[i]` are at most `bounds[i]` and over the bound before; the last has no bound."""
+
+    bounds: Sequence[float]
+    counts: Sequence[int]
+    sum: float
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMetrics:
+    """What one model has done since the daemon started. Names that end in `_s` are in seconds."""
+
+    counters: Mapping[str, int]
+    histograms: Mapping[str, Histogram]
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonMetrics:
+    """The result of `daemon.metrics`: what is so now, how many requests came to what, and each model's own, by name."""
+
+    gauges: Mapping[str, float]
+    requests: Mapping[str, int]
+    models: Mapping[str, ModelMetrics]
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonEvent:
+    """Something that happened. `at` is in Unix seconds; `fields` depend on the topic and never hold a text."""
+
+    topic: Topic
+    at: float
+    fields: Mapping[str, Json]
+
+
+@dataclass(frozen=True, slots=True)
+class PerTier:
+    """One number for each tier of the cache."""
+
+    hot: int = 0
+    ssd: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLine:
+    """One model's line of `cache.stats`: counts since the cache was opened, and what it holds now.
+
+    A lookup that reuses no token is a miss. `tokens_computed` are prompt tokens that were not there and were computed.
+    """
+
+    model: str
+    hits: int
+    misses: int
+    tokens_matched: int
+    tokens_computed: int
+    blocks: PerTier
+    checkpoints: int
+    bytes: PerTier
+    evictions: int
+    writes_dropped: int
+    bad_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a prompt leaves what is stored, with text from a little before on both sides."""
+
+    token: int
+    stored_text: str
+    prompt_text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CacheExplanation:
+    """Why no more of a prompt would be reused than its first `matched_tokens`."""
+
+    prompt_tokens: int
+    matched_tokens: int
+    reason: CacheReason
+    differs_at: Difference | None = None
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Protocols
 
@@ -299,6 +389,18 @@ class Generation(Protocol):
     def cancel(self, reason: str | None = None) -> None:
         """Asks for the end; the request ends within one step. Idempotent, and harmless after the end."""
         ...
+
+
+class Subscription(Protocol):
+    """Events on their way to one client. They wait in a bounded queue that drops the oldest when nobody takes them."""
+
+    id: str
+
+    def __aiter__(self) -> AsyncIterator[tuple[DaemonEvent, int]]:
+        """Each event, and how many were dropped before it. Ends after `close`."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Backend(Protocol):
@@ -401,9 +503,13 @@ class QueueFull(OmlxError):
 
     kind = "queue_full"
 
-    def __init__(self, depth: int, retry_after_ms: int) -> None:
+    def __init__(self, depth: int, retry_after_ms: int, *, waited_s: float | None = None) -> None:
+        """`waited_s` is for a request that was let in and never got its turn."""
+        what = f"{depth} requests already wait, the most allowed"
+        if waited_s is not None:
+            what = f"it waited {waited_s:.0f} s for its turn, the longest allowed, in a line of {depth}"
         super().__init__(
-            f"{depth} requests already wait, the most allowed; try again in {retry_after_ms} ms",
+            f"{what}; try again in {retry_after_ms} ms",
             depth=depth,
             retry_after_ms=retry_after_ms,
         )

@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from omlxd.cache.hot import HotTier
+from omlxd.cache.hot import HotTier, TierStats
 from omlxd.engine.api import LoadOptions, ProgressSink
 from omlxd.engine.catalog import CatalogEntry
 from omlxd.engine.model import LoadedModel
 from omlxd.engine.scheduler import SchedulerLimits
 
 if TYPE_CHECKING:
+    from omlxd.cache.prefix import CacheStats
     from omlxd.cache.registry import CacheRegistry
     from omlxd.engine.engine import Engine
 
@@ -52,6 +54,31 @@ class MlxBackend:
         from omlxd.engine.engine import Engine
 
         return Engine(loaded, self._limits)
+
+    # -- the caches, for any thread -----------------------------------------------------------------------------------
+
+    @property
+    def caches_prompts(self) -> bool:
+        return self._cache.enabled
+
+    def tier_stats(self) -> TierStats:
+        return self.tier.stats()
+
+    def cache_stats(self) -> Mapping[str, CacheStats]:
+        """By model, of those that have been loaded. Takes as long as there are blocks."""
+        caches = {} if self.registry is None else self.registry.by_name()
+        return {name: cache.stats() for name, cache in caches.items()}
+
+    def clear_caches(self, model: str | None) -> int:
+        """Drops what is stored for one model, or for all, and gives its memory back; returns the bytes."""
+        if self.registry is None:
+            return 0
+        import mlx.core as mx  # a registry means that it is loaded already
+
+        caches = self.registry.by_name()
+        freed = sum(cache.clear() for name, cache in caches.items() if model in (None, name))
+        mx.clear_cache()  # what was dropped would otherwise stay in MLX's own pool
+        return freed
 
     def _with_cache(self, loaded: LoadedModel, entry: CatalogEntry, options: LoadOptions) -> LoadedModel:
         from omlxd.cache.errors import UnreadableModel, UnsupportedLayout

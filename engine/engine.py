@@ -10,21 +10,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
-from omlxd.engine.api import EngineFailed, GenerateRequest, GenerationResult, OmlxError, Prompt, QueueFull, RequestInfo
+from omlxd.cache.prefix import PrefixCache
+from omlxd.engine.api import (
+    EngineFailed,
+    GenerateRequest,
+    GenerationResult,
+    ModelMetrics,
+    OmlxError,
+    Prompt,
+    QueueFull,
+    RequestInfo,
+    Unsupported,
+)
 from omlxd.engine.boundaries import boundaries
-from omlxd.engine.inbox import Abort, Close, Closed, Inbox, Submit
+from omlxd.engine.inbox import Abort, Ask, Close, Closed, Inbox, Submit
 from omlxd.engine.job import Job
 from omlxd.engine.model import LoadedModel, ModelFacts
 from omlxd.engine.preparing import Prepared, Preparer
 from omlxd.engine.prompt import text_of, token_ids
+from omlxd.engine.request import Clock
 from omlxd.engine.scheduler import SchedulerLimits
 from omlxd.engine.stream import EventStream
 from omlxd.engine.worker import Events, Worker
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # What a client refused for a full queue is told before any request has ended here, and the least it is told after.
 FIRST_RETRY_MS, LEAST_RETRY_MS = 1000, 100
@@ -33,7 +48,7 @@ FIRST_RETRY_MS, LEAST_RETRY_MS = 1000, 100
 class Engine:
     """The loop's handle on one engine thread. `closed` is set once, when the thread has let go of the model."""
 
-    def __init__(self, loaded: LoadedModel, limits: SchedulerLimits) -> None:
+    def __init__(self, loaded: LoadedModel, limits: SchedulerLimits, clock: Clock = time.monotonic) -> None:
         """Takes `loaded` over: whoever made it must drop it, or the model outlives its engine."""
         self.facts: ModelFacts = loaded.facts
         self._tokenizer = loaded.tokenizer
@@ -45,9 +60,10 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self._inbox = Inbox()
         self._live: dict[str, EventStream] = {}
+        self._asked: set[Future[Any]] = set()
         self._mean_s: float | None = None
         self.closed: asyncio.Future[Closed] = self._loop.create_future()
-        self._worker = Worker(loaded, limits, self._inbox, self._emit)
+        self._worker = Worker(loaded, limits, self._inbox, self._emit, clock)
         self.merges_rows = self._worker.merges_rows
         self._thread = threading.Thread(target=self._main, name=f"engine-{self.facts.name}", daemon=True)
         self._thread.start()
@@ -56,6 +72,16 @@ class Engine:
     def requests(self) -> Sequence[RequestInfo]:
         """The live requests, as of a tenth of a second ago at most while the engine is busy."""
         return self._worker.requests
+
+    @property
+    def metrics(self) -> ModelMetrics:
+        """What this engine has done, as old as `requests` at most."""
+        return self._worker.metrics
+
+    @property
+    def uncached(self) -> str | None:
+        """Why prompts are not kept; None when they are."""
+        return self._worker.uncached
 
     async def token_ids(self, prompt: Prompt) -> Sequence[int]:
         """The prompt as the model reads it. Raises InvalidParams, Unsupported."""
@@ -74,6 +100,32 @@ class Engine:
     async def text(self, ids: Sequence[int]) -> str:
         """What the ids stand for, special tokens included. Raises InvalidParams."""
         return await self._loop.run_in_executor(self._tokenizing, text_of, ids, self._tokenizer, self.facts)
+
+    async def ask_cache(self, question: Callable[[PrefixCache], T]) -> T:
+        """Asks the model's prefix cache, on the engine thread between two steps; a question must be quick.
+
+        Raises what the question raises, Unsupported without a cache, EngineFailed when the engine has ended.
+        """
+        if self.closed.done():
+            raise EngineFailed(self.facts.name, "the engine has ended")
+        answer: Future[T] = Future()
+
+        def call(cache: PrefixCache | None) -> None:  # on the engine thread
+            if not answer.set_running_or_notify_cancel():
+                return  # who asked has left
+            try:
+                if cache is None:
+                    raise Unsupported("the prefix cache", self.uncached or "this model runs without it")
+                answer.set_result(question(cache))
+            except Exception as exc:  # noqa: BLE001  it is the asker's, as with an executor; the rows have no part in it
+                answer.set_exception(exc)
+
+        self._asked.add(answer)
+        try:
+            self._inbox.put(Ask(call))
+            return await asyncio.wrap_future(answer)
+        finally:
+            self._asked.discard(answer)
 
     def submit(self, job: Job, stream: EventStream) -> None:
         """Queues a job. Raises QueueFull, or EngineFailed when the engine has ended."""
@@ -128,5 +180,8 @@ class Engine:
         for stream in self._live.values():
             stream.deliver(EngineFailed(self.facts.name, closed.failure or "the engine has ended"))
         self._live.clear()
+        for asked in self._asked:
+            if not asked.done():
+                asked.set_exception(EngineFailed(self.facts.name, closed.failure or "the engine has ended"))
         self._tokenizing.shutdown(wait=False)
         self.closed.set_result(closed)

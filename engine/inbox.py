@@ -7,11 +7,14 @@ waits for room: how many requests may be under way is decided before `put`, by t
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from omlxd.engine.job import Job
+
+if TYPE_CHECKING:
+    from omlxd.cache.prefix import PrefixCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +33,23 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class Ask:
+    """Call this between two steps with the model's prefix cache, None where it has none. It tells the answer itself.
+
+    It must be quick, as every row waits for it, and must not raise.
+    """
+
+    call: Callable[[PrefixCache | None], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """End everything and the thread with it."""
 
     why: Literal["unloaded", "shutdown"]
 
 
-Command = Submit | Abort | Close
+Command = Submit | Abort | Ask | Close
 
 
 @dataclass(frozen=True, slots=True)

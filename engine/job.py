@@ -78,6 +78,7 @@ def make_job(
         use_cache=request.cache,
         arrived=arrived,
         boundaries=boundaries,
+        warm=request.warm,
         form=prepared.form,
     )
 

@@ -1,8 +1,9 @@
 """The line of requests that wait for a row, and those held back because another request computes their prefix.
 
 Owned by the engine thread. Interactive requests go before batch ones, each in order of arrival; a batch request that
-has waited AGEING_S goes first of all, so that nothing starves. Looking at the head costs the same however long the line
-is. A held request is out of the line: whoever is behind it passes.
+has waited AGEING_S goes first of all, so that nothing starves, and whoever has waited LONGEST_S has waited in vain.
+Looking at the head costs the same however long the line is. A held request is out of the line: whoever is behind it
+passes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from itertools import islice
 from omlxd.engine.request import Clock, Request, State
 
 AGEING_S = 30.0
+LONGEST_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,11 @@ class Line:
         aged = [request for request in batch if not self.defers(request)]
         later = [request for request in batch if self.defers(request)]
         return [*aged, *islice(self._interactive.values(), count), *later][:count]
+
+    def overdue(self) -> list[Request]:
+        """Those whose turn should have come long ago, held ones among them."""
+        now = self._clock()
+        return [request for request in self if now - request.waits_since > LONGEST_S]
 
     @property
     def interactive_waits(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, Literal, Protocol
@@ -22,6 +22,7 @@ from omlxd.engine.api import (
     ModelBusy,
     ModelEntry,
     ModelLoadFailed,
+    ModelMetrics,
     ModelNotFound,
     OmlxError,
     ProgressSink,
@@ -32,8 +33,9 @@ from omlxd.engine.api import (
 from omlxd.engine.catalog import Catalog, CatalogEntry
 from omlxd.engine.inbox import Close, Closed
 from omlxd.engine.loading import GivenUp, Loading, check_options
+from omlxd.engine.metrics import joined
 from omlxd.engine.model import LoadedModel
-from omlxd.engine.slot import EngineHandle, Slot
+from omlxd.engine.slot import EngineHandle, OnState, Slot
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +54,19 @@ class ModelBackend(Protocol):
 class Pool:
     """The models of one daemon."""
 
-    def __init__(self, catalog: Catalog, backend: ModelBackend, *, autoload: bool = True, ttl_s: float = 0) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        backend: ModelBackend,
+        *,
+        autoload: bool = True,
+        ttl_s: float = 0,
+        on_state: OnState = lambda entry: None,
+    ) -> None:
+        """`on_state` hears of every model's changes of state."""
         self._catalog = catalog
+        self._on_state = on_state
+        self._ended: dict[str, ModelMetrics] = {}  # of engines that have ended, by model
         self._backend = backend
         self._autoload = autoload
         self._ttl_s = ttl_s
@@ -94,6 +107,15 @@ class Pool:
     def requests(self) -> Sequence[RequestInfo]:
         """The live requests of all engines."""
         return [info for slot in self._slots.values() if slot.engine for info in slot.engine.requests]
+
+    def metrics(self) -> Mapping[str, ModelMetrics]:
+        """What each model has done since the daemon started, under every engine that it had."""
+        now = {slot.entry.name: slot.engine.metrics for slot in self._slots.values() if slot.engine}
+        return self._ended | {name: self._with_past(name, metrics) for name, metrics in now.items()}
+
+    def _with_past(self, name: str, metrics: ModelMetrics) -> ModelMetrics:
+        past = self._ended.get(name)
+        return metrics if past is None else joined(past, metrics)
 
     # -- using --------------------------------------------------------------------------------------------------------
 
@@ -183,7 +205,7 @@ class Pool:
                 raise ModelNotFound(name, reason=hint)
 
     def _begin_load(self, entry: CatalogEntry, options: LoadOptions) -> None:
-        slot = self._slots[entry.name] = Slot(entry, ttl_s=self._ttl_s)
+        slot = self._slots[entry.name] = Slot(entry, ttl_s=self._ttl_s, on_state=self._on_state)
         slot.enter("LOADING")
         loading = self._loads[entry.name] = Loading()
         self._spawn(self._load(slot, loading, options))
@@ -252,6 +274,8 @@ class Pool:
             raise EngineFailed(slot.entry.name, f"it did not end within {LET_GO_S:g} s") from None
 
     def _engine_ended(self, slot: Slot, closed: Closed) -> None:
+        if slot.engine is not None:
+            self._ended[slot.entry.name] = self._with_past(slot.entry.name, slot.engine.metrics)
         slot.engine = None
         slot.loaded_at = None
         if closed.failure is None:

@@ -32,6 +32,7 @@ class _Kept:
     """What is known of one live request: the pinned hit it began with, and up to where it is stored."""
 
     hit: Hit
+    computed: int
     stored: int
     stops: list[int]  # positions of checkpoints to come, ascending
 
@@ -43,6 +44,11 @@ class Prefixes:
         self._model = model
         self._cache = cache
         self._live: dict[str, _Kept] = {}
+
+    @property
+    def cache(self) -> PrefixCache | None:
+        """None for a model without one, and after it has been given up."""
+        return self._cache
 
     @property
     def block_size(self) -> int:
@@ -60,7 +66,9 @@ class Prefixes:
         if self._cache is None or not request.job.use_cache:
             return Prefill(self._model, tokens, new_caches(self._model))
         hit = self._cache.lookup(tokens)
-        self._live[request.id] = _Kept(hit, hit.num_tokens, self._stops(request, hit.num_tokens))
+        self._live[request.id] = _Kept(
+            hit, computed=hit.num_tokens, stored=hit.num_tokens, stops=self._stops(request, hit.num_tokens)
+        )
         if not request.drawn:
             request.cached = hit.num_tokens
         request.computed = min(hit.num_tokens, len(request.job.prompt))
@@ -102,6 +110,7 @@ class Prefixes:
         kept = self._live.get(request.id)
         if kept is None:
             return
+        self._count(kept, position)
         if kept.stops and kept.stops[0] == position:
             kept.stops.pop(0)
             self._checkpoint(request, caches, position)
@@ -109,6 +118,17 @@ class Prefixes:
             self._checkpoint(request, caches, position)
         else:
             self._publish(request, caches, position - position % self.block_size)
+
+    def joined(self, request: Request) -> None:
+        """The last of the request's tokens has been computed too."""
+        kept = self._live.get(request.id)
+        if kept is not None:
+            self._count(kept, request.length)
+
+    def _count(self, kept: _Kept, position: int) -> None:
+        if self._cache is not None:
+            self._cache.count_computed(position - kept.computed)
+        kept.computed = position
 
     def fills_a_block(self, request: Request) -> bool:
         """Whether the row's newest token completed a block that is not stored yet."""

@@ -41,6 +41,7 @@ class State(enum.Enum):
 
 
 ENDS = frozenset({State.FINISHED, State.CANCELLED, State.FAILED})
+_WAITING = frozenset({State.QUEUED, State.HELD})
 _NEXT: dict[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.FETCHING, State.PREFILL, State.HELD}),
     State.HELD: frozenset({State.QUEUED}),
@@ -50,13 +51,16 @@ _NEXT: dict[State, frozenset[State]] = {
 }
 
 
+WAITS = "waits for a row"  # the reason of whoever is QUEUED and has no better one
+
+
 class Request:
     """A job on its way through the engine."""
 
     def __init__(self, job: Job, decoder: Decoder, clock: Clock) -> None:
         self.job = job
         self.state = State.QUEUED
-        self.reason: str | None = None
+        self.reason: str | None = WAITS
         self.computed = 0  # prompt tokens whose KV exists, cached ones included
         self.cached = 0
         self.token_ids: list[int] = []
@@ -65,6 +69,7 @@ class Request:
         self._clock = clock
         self._answer = Answer(job.form, job.stop, decoder)
         self.submitted = clock()
+        self.waits_since = self.submitted  # for a row, unless it has one
         self.started: float | None = None
         self._first_token: float | None = None
         self._fetch_s = 0.0
@@ -92,8 +97,10 @@ class Request:
             raise InvariantError(f"request {self.id}: {self.state.name} -> {state.name}")
         if state in (State.PREFILL, State.FETCHING) and self.started is None:
             self.started = self._clock()
+        if state in _WAITING and self.state not in _WAITING:
+            self.waits_since = self._clock()
         self.state = state
-        self.reason = reason
+        self.reason = WAITS if state is State.QUEUED and reason is None else reason
 
     def accept(self, token_id: int, logprob: TokenLogprob | None) -> tuple[list[Delta], FinishReason | None]:
         """Takes the next token; returns what may be sent now and, at the end, why it ended."""

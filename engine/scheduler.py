@@ -56,7 +56,7 @@ class Prompt:
     """A prompt under way. `remaining` counts tokens to compute, the last one included, which only the first draw needs.
 
     `until_stop` counts those before a checkpoint is due, `remaining` if none is. `last_turn` is the step of its latest
-    turn, -1 before the first.
+    turn, -1 before the first. One that `warms` is computed and stored, and draws nothing: it never joins the batch.
     """
 
     id: str
@@ -64,6 +64,7 @@ class Prompt:
     until_stop: int
     batch_priority: bool = False
     last_turn: int = -1
+    warms: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ def turn(view: View, limits: SchedulerLimits) -> Turn:
 
 def _fits(prompt: Prompt, budget: int) -> bool:
     """Whether all that is left can be computed at once: no more than the budget, and no checkpoint on the way."""
-    return prompt.remaining <= budget and prompt.until_stop >= prompt.remaining - 1
+    return not prompt.warms and prompt.remaining <= budget and prompt.until_stop >= prompt.remaining - 1
 
 
 def turn_tokens(rate: float | None, limits: SchedulerLimits, *, alone: bool) -> int:

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from omlxd.engine.api import GenerateRequest, InvariantError, ModelEntry, ModelState, Prompt, RequestInfo
+from omlxd.engine.api import GenerateRequest, InvariantError, ModelEntry, ModelMetrics, ModelState, Prompt, RequestInfo
 from omlxd.engine.catalog import CatalogEntry
 from omlxd.engine.inbox import Close, Closed
 from omlxd.engine.job import Job
 from omlxd.engine.model import ModelFacts
 from omlxd.engine.preparing import Prepared
 from omlxd.engine.stream import EventStream
+
+if TYPE_CHECKING:
+    from omlxd.cache.prefix import PrefixCache
+
+T = TypeVar("T")
+OnState = Callable[[ModelEntry], None]
 
 _NEXT: dict[ModelState, frozenset[ModelState]] = {
     "ABSENT": frozenset({"LOADING"}),
@@ -39,6 +45,12 @@ class EngineHandle(Protocol):
     @property
     def requests(self) -> Sequence[RequestInfo]: ...
 
+    @property
+    def metrics(self) -> ModelMetrics: ...
+
+    @property
+    def uncached(self) -> str | None: ...
+
     async def token_ids(self, prompt: Prompt) -> Sequence[int]: ...
 
     async def boundaries(self, prompt: Prompt, ids: Sequence[int]) -> Sequence[int]: ...
@@ -46,6 +58,8 @@ class EngineHandle(Protocol):
     async def prepare(self, request: GenerateRequest) -> Prepared: ...
 
     async def text(self, token_ids: Sequence[int]) -> str: ...
+
+    async def ask_cache(self, question: Callable[[PrefixCache], T]) -> T: ...
 
     def submit(self, job: Job, stream: EventStream) -> None: ...
 
@@ -57,8 +71,10 @@ class EngineHandle(Protocol):
 class Slot:
     """A model that is loaded, on its way in or out, or that failed to load."""
 
-    def __init__(self, entry: CatalogEntry, *, ttl_s: float) -> None:
+    def __init__(self, entry: CatalogEntry, *, ttl_s: float, on_state: OnState) -> None:
+        """`on_state` is called after every change of state."""
         self.entry = entry
+        self._on_state = on_state
         self.state: ModelState = "ABSENT"
         self.error: str | None = None
         self.pinned = False
@@ -77,6 +93,7 @@ class Slot:
         self.state = state
         self.error = error
         self._tell()
+        self._on_state(self.show())
 
     @property
     def usable(self) -> bool:
@@ -108,9 +125,6 @@ class Slot:
 
     def show(self) -> ModelEntry:
         """The slot as `models.list` shows it."""
-        note = None
-        if self.engine is not None and not self.engine.merges_rows:
-            note = "its cache cannot be merged: requests take turns token by token"
         return ModelEntry(
             name=self.entry.name,
             path=str(self.entry.path),
@@ -123,5 +137,16 @@ class Slot:
             last_used=self.last_used,
             requests=self.leases,
             error=self.error,
-            note=note,
+            note=self._note(),
         )
+
+    def _note(self) -> str | None:
+        """What a client should know of how the model runs."""
+        if self.engine is None:
+            return None
+        notes = []
+        if not self.engine.merges_rows:
+            notes.append("its cache cannot be merged: requests take turns token by token")
+        if self.engine.uncached is not None:
+            notes.append(f"prompts are not kept: {self.engine.uncached}")
+        return "; ".join(notes) or None

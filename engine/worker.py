@@ -15,11 +15,21 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from omlxd.engine.api import EngineFailed, InvariantError, Progress, RequestInfo, ShuttingDown, TokenLogprob
+from omlxd.engine.api import (
+    EngineFailed,
+    InvariantError,
+    ModelMetrics,
+    Progress,
+    QueueFull,
+    RequestInfo,
+    ShuttingDown,
+    TokenLogprob,
+)
 from omlxd.engine.batch import Batch, Caches, InterleavedBatch, MergedBatch, RowFailed, RowStart, RowToken
 from omlxd.engine.following import Following
-from omlxd.engine.inbox import Abort, Close, Closed, Inbox, Submit
+from omlxd.engine.inbox import Abort, Ask, Close, Closed, Inbox, Submit
 from omlxd.engine.line import Line
+from omlxd.engine.metrics import Meter
 from omlxd.engine.model import LoadedModel
 from omlxd.engine.prefill import Prefill, mergeable, new_caches
 from omlxd.engine.prefixes import Prefixes
@@ -32,7 +42,9 @@ from omlxd.engine.stream import Event
 log = logging.getLogger(__name__)
 
 MAX_FAILURES = 3  # steps in a row that may fail before the engine gives up
-SNAPSHOT_S = 0.1  # how old the published request list may be
+SNAPSHOT_S = 0.1  # how old what is published may be
+OVERDUE_S = 1.0  # how often the line is looked through for those who have waited too long
+OVERDUE_RETRY_MS = 60_000  # for them: whoever waits an hour waits for more than one request to end
 # How many of the line's first are looked at for a free row beyond the rows themselves: held ones make way for others.
 LOOKAHEAD = 8
 
@@ -41,7 +53,10 @@ Emit = Callable[[Events], None]
 
 
 class Worker:
-    """The engine thread's side. `run` is the thread's main function; only `requests` may be read elsewhere."""
+    """The engine thread's side. `run` is the thread's main function.
+
+    `requests`, `metrics` and `uncached` are what others may read: values, replaced as a whole.
+    """
 
     def __init__(
         self, loaded: LoadedModel, limits: SchedulerLimits, inbox: Inbox, emit: Emit, clock: Clock = time.monotonic
@@ -64,14 +79,18 @@ class Worker:
         self._last_turn: dict[str, int] = {}
         self._batch: Batch = self._new_batch()
         self._rate = PrefillRate()
+        self._meter = Meter(clock)
         self._after_long = False
         self._steps = 0
         self._failures = 0
         self._closing: Close | None = None
         self._concerned: Sequence[Request] = ()
         self._events: list[tuple[str, Event]] = []
-        self._published = 0.0
+        self._published = self._looked_through = clock()
+        self._has_news = False  # a request has come or gone since what is published
         self.requests: tuple[RequestInfo, ...] = ()
+        self.metrics: ModelMetrics = self._meter.read()
+        self.uncached = loaded.uncached or (None if loaded.cache is not None else "the cache is switched off")
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -101,6 +120,8 @@ class Worker:
                 self._line.add(Request(command.job, self._loaded.tokenizer, self._clock))
             elif isinstance(command, Abort):
                 self._abort(command)
+            elif isinstance(command, Ask):
+                command.call(self._prefixes.cache)
             else:
                 self._closing = command
 
@@ -109,6 +130,7 @@ class Worker:
             return
         self._steps += 1
         self._line.release([hold for hold in self._line.holds if self._following.over(hold)])
+        self._end_overdue()
         self._admit()
         self._compute(turn(self._view(), self._limits))
         if self._rows:
@@ -135,6 +157,8 @@ class Worker:
             hold = self._following.hold_for(request, self._prefixes.would_reuse)
             if hold is not None:
                 self._line.hold(hold)
+                self._meter.held()
+                self._say_waits(request)
                 continue
             if decided.preempt is not None:
                 self._preempt(decided.preempt)
@@ -147,9 +171,14 @@ class Worker:
     def _begin(self, request: Request) -> None:
         self._concerned = [request]
         self._line.remove(request)
+        is_new = request.started is None
         request.enter(State.PREFILL)
         prefill = self._prefixes.begin(request)
+        if is_new:
+            self._meter.admitted(request)
         self._prompts[request.id] = (request, prefill)
+        if self._is_warm(request, prefill):
+            return
         self._following.lead(request, self._prefixes.stops(request), prefill.done)
 
     def _preempt(self, id: str) -> None:
@@ -160,6 +189,20 @@ class Worker:
         request.enter(State.HELD, "preempted by an interactive request")
         request.enter(State.QUEUED, "preempted by an interactive request")
         self._line.put_first(request)
+        self._meter.preempted()
+        self._say_waits(request)
+
+    def _end_overdue(self) -> None:
+        if not self._line or self._clock() - self._looked_through < OVERDUE_S:
+            return
+        self._looked_through = self._clock()
+        for request in self._line.overdue():
+            waited_s = self._clock() - request.waits_since
+            self._end(request, State.FAILED, QueueFull(len(self._line), OVERDUE_RETRY_MS, waited_s=waited_s))
+
+    def _say_waits(self, request: Request) -> None:
+        if request.job.progress:
+            self._say(request, Progress("held", request.computed, len(request.job.prompt), request.reason))
 
     # -- prompts ------------------------------------------------------------------------------------------------------
 
@@ -179,6 +222,7 @@ class Worker:
             until_stop=self._prefixes.until_stop(request, prefill.done, prefill.remaining + 1),
             batch_priority=self._line.defers(request),
             last_turn=self._last_turn.get(request.id, -1),
+            warms=request.job.warm,
         )
 
     def _compute(self, decided: Turn) -> None:
@@ -191,10 +235,20 @@ class Worker:
         self._concerned = [request]
         before, began = prefill.done, self._clock()
         prefill.advance(num_tokens)
-        self._rate.measured(prefill.done - before, self._clock() - began)
+        elapsed_s = self._clock() - began
+        self._meter.prefilled(prefill.done - before, elapsed_s)
+        self._rate.measured(prefill.done - before, elapsed_s)
         self._last_turn[request.id] = self._steps
         self._after_long = True
         self._stored(request, prefill.caches, prefill.done)
+        self._is_warm(request, prefill)
+
+    def _is_warm(self, request: Request, prefill: Prefill) -> bool:
+        """Ends a request that only warms the cache, once all that can be stored of its prompt is."""
+        if not request.job.warm or prefill.remaining:
+            return False
+        self._end(request, State.FINISHED, request.result("stop"))
+        return True
 
     def _join(self, group: Sequence[tuple[Request, Prefill]]) -> None:
         # A failure while the rows enter may have left the running batch half extended: then it is rebuilt.
@@ -203,9 +257,12 @@ class Worker:
         rows = [self._row(request, prefill) for request, prefill in group]
         began = self._clock()
         self._batch.join(rows, lambda id, caches: self._stored(requests[id][0], caches, requests[id][0].length - 1))
-        self._rate.measured(len(rows) * max(len(row.tokens) for row in rows), self._clock() - began)
+        elapsed_s = self._clock() - began
+        self._meter.prefilled(sum(len(row.tokens) for row in rows), elapsed_s)
+        self._rate.measured(len(rows) * max(len(row.tokens) for row in rows), elapsed_s)
         self._after_long = False
         for request, _ in group:
+            self._prefixes.joined(request)
             self._report(request, len(request.job.prompt))
             self._forget_prompt(request)
             request.enter(State.DECODE)
@@ -243,8 +300,10 @@ class Worker:
     def _settle(self, tokens: Sequence[RowToken]) -> None:
         """Gives every row its token; rows whose answer ended leave the batch."""
         gone = []
+        self._meter.stepped(len(tokens))
         for row in tokens:
             request = self._rows[row.id]
+            self._meter.drew(request)
             entry = self._logprob(row, request.job.logprobs) if request.job.logprobs else None
             deltas, reason = request.accept(row.token_id, entry)
             for delta in deltas:
@@ -287,6 +346,8 @@ class Worker:
 
     def _end(self, request: Request, state: State, event: Event) -> None:
         request.enter(state)
+        self._meter.ended(request, event)
+        self._has_news = True
         self._say(request, event)
         self._line.remove(request)
         self._rows.pop(request.id, None)
@@ -312,6 +373,7 @@ class Worker:
         was computed in that step cannot be trusted: the batch is made anew, and its other rows come back from the line.
         """
         self._failures += 1
+        self._meter.step_failed()
         reason = f"{type(exc).__name__} in a step"
         concerned = [request for request in self._concerned if not request.ended]
         if isinstance(exc, RowFailed):
@@ -365,6 +427,10 @@ class Worker:
             self._emit(events)
 
     def _publish(self, *, now: bool = False) -> None:
-        if now or self._clock() - self._published >= SNAPSHOT_S:
+        if now or self._has_news or self._clock() - self._published >= SNAPSHOT_S:
             self._published = self._clock()
+            self._has_news = False
+            self.metrics = self._meter.read()
+            if self._loaded.cache is not None and self._prefixes.cache is None:
+                self.uncached = "its cache was inconsistent; loading the model again brings it back"
             self.requests = tuple(request.info() for request in self._live())

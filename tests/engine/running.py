@@ -26,6 +26,7 @@ from omlxd.engine.inbox import Close
 from omlxd.engine.job import Job
 from omlxd.engine.model import LoadedModel, ModelFacts
 from omlxd.engine.prefill import new_caches
+from omlxd.engine.request import Clock
 from omlxd.engine.sampling_settings import SamplingSettings
 from omlxd.engine.scheduler import SchedulerLimits
 from omlxd.engine.stream import EventStream
@@ -107,8 +108,8 @@ class Running:
 
 
 @asynccontextmanager
-async def engine(model: LoadedModel, **limits: Any) -> AsyncIterator[Engine]:
-    running = Engine(model, SchedulerLimits(**limits))
+async def engine(model: LoadedModel, *, clock: Clock = time.monotonic, **limits: Any) -> AsyncIterator[Engine]:
+    running = Engine(model, SchedulerLimits(**limits), clock)
     try:
         yield running
     finally:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -15,6 +15,7 @@ from omlxd.engine.api import (
     Cancelled,
     LoadOptions,
     ModelLoadFailed,
+    ModelMetrics,
     ModelNotFound,
     Progress,
     Prompt,
@@ -25,9 +26,12 @@ from omlxd.engine.api import (
 from omlxd.engine.catalog import CatalogEntry
 from omlxd.engine.inbox import Close, Closed
 from omlxd.engine.job import Job
+from omlxd.engine.metrics import Meter
 from omlxd.engine.model import LoadedModel, ModelFacts
 from omlxd.engine.pool import Pool
 from omlxd.engine.stream import EventStream
+
+T = TypeVar("T")
 
 
 def quiet(_: Progress) -> None: ...
@@ -50,12 +54,18 @@ class FakeCatalog:
 
 class FakeEngine:
     merges_rows = True
+    uncached: str | None = None
 
     def __init__(self, name: str) -> None:
         self.facts = ModelFacts(name, Path("/"), None, 10, frozenset(), False, 0)
         self.closed: asyncio.Future[Closed] = asyncio.get_running_loop().create_future()
         self.closes: list[str] = []
         self.requests: Sequence[RequestInfo] = ()
+        self.meter = Meter(lambda: 0.0)
+
+    @property
+    def metrics(self) -> ModelMetrics:
+        return self.meter.read()
 
     async def token_ids(self, prompt: Prompt) -> Sequence[int]:
         return []
@@ -65,6 +75,9 @@ class FakeEngine:
 
     async def text(self, token_ids: Sequence[int]) -> str:
         return ""
+
+    async def ask_cache(self, question: Callable[[Any], T]) -> T:
+        return question(None)
 
     def submit(self, job: Job, stream: EventStream) -> None: ...
 
@@ -414,3 +427,53 @@ def test_closing_ends_engines_loads_and_those_who_wait() -> None:
         assert backend.engines[0].closes == ["shutdown"]
 
     asyncio.run(main())
+
+
+def test_every_change_of_a_models_state_is_told() -> None:
+    told: list[tuple[str, str, str | None]] = []
+
+    async def main() -> None:
+        backend = FakeBackend()
+        options = {"on_state": lambda entry: told.append((entry.name, entry.state, entry.error))}
+        async with pool(backend, **options) as running:
+            await use(running, "a")
+            backend.engines[0].end("it broke")
+            await asyncio.sleep(0)
+            await use(running, "a")
+            await running.unload("a", now=True)
+
+    asyncio.run(main())
+    first = ["LOADING", "READY", "BUSY", "READY", "FAILED"]
+    assert told == [
+        *(("a", state, "it broke" if state == "FAILED" else None) for state in first),
+        *(("a", state, None) for state in ["LOADING", "READY", "BUSY", "READY", "UNLOADING", "ABSENT"]),
+    ]
+
+
+def test_a_models_numbers_outlive_its_engines() -> None:
+    async def main() -> list[int]:
+        backend = FakeBackend()
+        seen = []
+        async with pool(backend) as running:
+            for _ in range(3):
+                await use(running, "a")
+                backend.engines[-1].meter.stepped(5)
+                seen.append(running.metrics()["a"].counters["generated_tokens"])
+                await running.unload("a", now=True)
+                seen.append(running.metrics()["a"].counters["generated_tokens"])
+            assert running.metrics()["a"].histograms["batch_size"].count == 3
+        return seen
+
+    assert asyncio.run(main()) == [5, 5, 10, 10, 15, 15]
+
+
+def test_a_model_that_keeps_no_prompts_says_so() -> None:
+    async def main() -> str | None:
+        backend = FakeBackend()
+        async with pool(backend) as running:
+            await use(running, "a")
+            assert running.loaded()[0].note is None
+            backend.engines[0].uncached = "no layout for FooCache"
+            return running.loaded()[0].note
+
+    assert asyncio.run(main()) == "prompts are not kept: no layout for FooCache"
