@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from omlxd.daemon.events import EventHub
 from omlxd.engine.api import (
     Cancelled,
     EngineFailed,
@@ -23,6 +24,7 @@ from omlxd.engine.api import (
     Progress,
     RequestInfo,
     ShuttingDown,
+    Unsupported,
     Usage,
 )
 from omlxd.engine.job import check_supported, make_job
@@ -36,8 +38,9 @@ log = logging.getLogger(__name__)
 class Generations:
     """All requests that have not ended."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, events: EventHub) -> None:
         self._pool = pool
+        self._events = events
         self._ids = itertools.count(1)
         self._live: dict[str, _Live] = {}
         self._refuse = False
@@ -52,6 +55,7 @@ class Generations:
             self.counts["refused"] += 1
             return live.stream
         self._live[live.id] = live
+        self._events.publish("requests", what="started", id=live.id, model=request.model)
         live.begin(self._ended)
         return live.stream
 
@@ -73,6 +77,7 @@ class Generations:
     def _ended(self, live: _Live, outcome: str) -> None:
         self._live.pop(live.id, None)
         self.counts[outcome] += 1
+        self._events.publish("requests", what="ended", id=live.id, model=live.model, outcome=outcome)
 
 
 class _Live:
@@ -87,6 +92,10 @@ class _Live:
         self._waits_for = "the model"
         self._engine: EngineHandle | None = None
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def model(self) -> str:
+        return self._request.model
 
     def begin(self, ended: Callable[[_Live, str], None]) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run(), name=f"generation-{self.id}")
@@ -134,6 +143,8 @@ class _Live:
         check_supported(request)
         self._report(Progress("queued"))
         async with self._pool.lease(request.model, autoload=request.autoload, progress=self._report) as engine:
+            if request.warm and engine.uncached is not None:
+                raise Unsupported("cache.warm", f"{engine.facts.name} keeps no prompts: {engine.uncached}")
             self._waits_for = "its tokens"
             prepared = await engine.prepare(request)
             boundaries = await engine.boundaries(prepared.prompt, prepared.token_ids)

@@ -14,19 +14,25 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from omlxd import __version__
 from omlxd.daemon import logs, reload
+from omlxd.daemon.caches import Caches, CacheShelf, explain
+from omlxd.daemon.events import EventHub
 from omlxd.daemon.generations import Generations
 from omlxd.daemon.paths import Paths
 from omlxd.daemon.pulls import Pulls
 from omlxd.daemon.reload import LiveSettings
 from omlxd.daemon.settings import ConfigError, Settings
 from omlxd.engine.api import (
+    CacheExplanation,
+    CacheLine,
+    CacheTier,
     DaemonInfo,
+    DaemonMetrics,
     DaemonStatus,
     GenerateRequest,
     Generation,
@@ -38,6 +44,8 @@ from omlxd.engine.api import (
     Reloaded,
     ShuttingDown,
     StorageFailed,
+    Subscription,
+    Topic,
     Unloaded,
 )
 from omlxd.engine.backend import CacheOptions, MlxBackend
@@ -58,12 +66,24 @@ _log = logging.getLogger(__name__)
 class Service:
     """Implements `engine.api.Backend`."""
 
-    def __init__(self, pool: Pool, paths: Paths, live: LiveSettings, on_shutdown: OnShutdown) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        shelf: CacheShelf,
+        events: EventHub,
+        *,
+        paths: Paths,
+        live: LiveSettings,
+        on_shutdown: OnShutdown,
+    ) -> None:
+        """`pool` tells `events` of its models."""
         self._pool = pool
+        self._events = events
+        self._caches = Caches(shelf, pool, events)
         self._paths = paths
         self._live = live
         self._on_shutdown = on_shutdown
-        self._generations = Generations(pool)
+        self._generations = Generations(pool, events)
         self._pulls = Pulls(pull, Path(paths.models_dir))
         self._began = time.monotonic()
         self._closing = False
@@ -112,8 +132,24 @@ class Service:
             requests=requests,
             counts={"live": len(requests), **self._generations.counts},
             memory={"footprint_bytes": _footprint_bytes()},
-            cache={"enabled": False},
+            cache=self._caches.summary(),
         )
+
+    def metrics(self) -> DaemonMetrics:
+        return DaemonMetrics(
+            gauges={
+                "uptime_s": time.monotonic() - self._began,
+                "live_requests": len(self._generations.infos()),
+                "loaded_models": sum(model.loaded_at is not None for model in self._pool.loaded()),
+                "footprint_bytes": _footprint_bytes(),
+                "cache_hot_bytes": self._caches.hot_bytes,
+            },
+            requests=dict(self._generations.counts),
+            models=self._pool.metrics(),
+        )
+
+    def subscribe(self, topics: Collection[Topic]) -> Subscription:
+        return self._events.subscribe(topics)
 
     def request_shutdown(self, grace_s: float | None) -> None:
         """From now on new work is refused; what runs has its grace."""
@@ -160,6 +196,19 @@ class Service:
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
         return await self._with_engine(model, lambda engine: engine.text(token_ids))
 
+    # -- the cache ----------------------------------------------------------------------------------------------------
+
+    async def cache_stats(self, model: str | None) -> Sequence[CacheLine]:
+        return await self._caches.stats(model)
+
+    async def explain_cache(self, model: str, prompt: Prompt) -> CacheExplanation:
+        return await self._with_engine(model, lambda engine: explain(engine, prompt))
+
+    async def clear_cache(self, model: str | None, tier: CacheTier) -> int:
+        return await self._caches.clear(model, tier)
+
+    # -- small things -------------------------------------------------------------------------------------------------
+
     async def _with_engine(self, model: str, use: Callable[[EngineHandle], Awaitable[T]]) -> T:
         self._check_open()
 
@@ -202,14 +251,22 @@ def build_service(live: LiveSettings, paths: Paths, on_shutdown: OnShutdown) -> 
     cache = CacheOptions(
         enabled=settings.cache.enabled, block_size=settings.cache.block_size, hot_bytes=_hot_bytes(settings)
     )
-    pool = Pool(catalog, MlxBackend(limits, cache), autoload=settings.models.autoload, ttl_s=settings.models.ttl_s)
+    events = EventHub()
+    backend = MlxBackend(limits, cache)
+    pool = Pool(
+        catalog,
+        backend,
+        autoload=settings.models.autoload,
+        ttl_s=settings.models.ttl_s,
+        on_state=lambda entry: events.publish("models", model=entry.name, state=entry.state, error=entry.error),
+    )
     live.taken_up_by(lambda new: logs.set_level(new.log.level), "log.level")
     live.taken_up_by(
         lambda new: pool.set_policy(autoload=new.models.autoload, ttl_s=new.models.ttl_s),
         "models.autoload",
         "models.ttl_s",
     )
-    return Service(pool, paths, live, on_shutdown)
+    return Service(pool, backend, events, paths=paths, live=live, on_shutdown=on_shutdown)
 
 
 def _roots(settings: Settings, paths: Paths) -> list[Root]:

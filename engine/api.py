@@ -7,7 +7,7 @@ event loop sees it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
@@ -437,6 +437,22 @@ class Backend(Protocol):
     async def tokenize(self, model: str, prompt: Prompt) -> Sequence[int]: ...
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str: ...
+
+    def metrics(self) -> DaemonMetrics: ...
+
+    def subscribe(self, topics: Collection[Topic]) -> Subscription:
+        """Events of these topics from now on, until the subscription is closed."""
+        ...
+
+    async def cache_stats(self, model: str | None) -> Sequence[CacheLine]:
+        """One line for each model that has a prefix cache, loaded or not; of one model, if it is named."""
+        ...
+
+    async def explain_cache(self, model: str, prompt: Prompt) -> CacheExplanation: ...
+
+    async def clear_cache(self, model: str | None, tier: CacheTier) -> int:
+        """Drops what is stored, for one model or for all; returns the bytes that came free."""
+        ...
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import anyio
 import msgspec
 from msgspec import Raw, Struct
 
-from omlxd.engine.api import Backend, Cancelled
+from omlxd.engine.api import Backend, Cancelled, Subscription
 from omlxd.rpc.envelope import Key, Request, key_of
 
 T = TypeVar("T")
@@ -30,6 +30,13 @@ class Client(Protocol):
 
     def cancel(self, *, key: Key | None, token: Key | None) -> bool:
         """Stops the running calls of that id or token; says whether there was one."""
+        ...
+
+    def follow(self, subscription: Subscription) -> str | None:
+        """Sends the subscription's events after what is answered now, to the connection's end; closes it then.
+
+        Returns why not, if it does not.
+        """
         ...
 
     def leave(self) -> None:

@@ -16,12 +16,13 @@ from typing import Final
 import anyio
 from anyio.abc import SocketAttribute, SocketStream, TaskGroup
 
-from omlxd.engine.api import Backend
+from omlxd.engine.api import Backend, Subscription
 from omlxd.rpc.activity import Activity
 from omlxd.rpc.calls import Call
 from omlxd.rpc.dispatch import Dispatcher, response
 from omlxd.rpc.envelope import NULL, Key, Member, Refused, leading_id, read_frame
 from omlxd.rpc.errors import ErrorBody, invalid_request, parse_error
+from omlxd.rpc.following import Following
 from omlxd.rpc.framing import Broken, Frame, FrameReader, Oversized
 from omlxd.rpc.peer import has_hung_up
 from omlxd.rpc.running import Running
@@ -53,12 +54,13 @@ class Connection:
         self._limits = limits
         self._frames = FrameReader(limits.max_frame_bytes)
         self._running = Running(limits.max_in_flight)
+        self._following = Following(self.notify)
         self._writing = anyio.Lock(fast_acquire=True)
         self._is_leaving = False
         self._is_dead = False
 
     async def run(self) -> None:
-        async with self._stream, anyio.create_task_group() as tasks:
+        async with self._stream, self._following, anyio.create_task_group() as tasks:
             await self._read(tasks)
             await self._see_off()
 
@@ -80,6 +82,9 @@ class Connection:
 
     def cancel(self, *, key: Key | None, token: Key | None) -> bool:
         return self._running.cancel(key=key, token=token)
+
+    def follow(self, subscription: Subscription) -> str | None:
+        return self._following.add(subscription)
 
     def leave(self) -> None:
         self._is_leaving = True
@@ -154,6 +159,7 @@ class Connection:
             answer = await self._batch(jobs) if is_batch else await self._one(jobs[0])
             if answer is not None:
                 await self._send(answer)
+            self._following.begin()
         finally:
             for job in jobs:
                 if isinstance(job, Call):

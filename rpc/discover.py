@@ -17,11 +17,11 @@ from msgspec.structs import FieldInfo
 from omlxd.rpc import errors
 from omlxd.rpc.decoding import description
 from omlxd.rpc.messages import SHAPES
-from omlxd.rpc.wire import DeltaValue, ProgressValue, encode
+from omlxd.rpc.wire import DeltaValue, EventValue, ProgressValue, encode
 
 OPENRPC_VERSION: Final = "1.3.2"
 _REF: Final = "#/components/schemas/{name}"
-_NOTIFIED: Final = (DeltaValue, ProgressValue)
+_NOTIFIED: Final = (DeltaValue, ProgressValue, EventValue)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def _shown(field: FieldInfo) -> Any:
     return Annotated[shape if field.required else shape | None, Meta(description=description(field.type))]
 
 
-def _notifications(delta: dict[str, Any], progress: dict[str, Any]) -> list[dict[str, Any]]:
+def _notifications(delta: dict[str, Any], progress: dict[str, Any], event: dict[str, Any]) -> list[dict[str, Any]]:
     token = {"name": "token", "required": True, "schema": {"type": ["string", "integer"]}}
     value = {"name": "value", "required": True, "schema": {"oneOf": [delta, progress]}}
     return [
@@ -99,5 +99,11 @@ def _notifications(delta: dict[str, Any], progress: dict[str, Any]) -> list[dict
             "summary": "Deltas and progress of a running request, always before its response.",
             "paramStructure": "by-name",
             "params": [token, value],
-        }
+        },
+        {
+            "name": "event",
+            "summary": "What events.subscribe asked for, with the topic's own fields, until the connection ends.",
+            "paramStructure": "by-name",
+            "params": [{"name": "params", "required": True, "schema": event}],
+        },
     ]

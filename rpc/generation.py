@@ -26,13 +26,13 @@ def complete(call: Call, params: CompleteParams) -> Awaitable[Generated | ErrorB
 async def _generate(call: Call, params: GenerateParams, request: GenerateRequest) -> Generated | ErrorBody:
     extras = Extras(token_ids=bool(params.return_token_ids), logprobs=request.logprobs > 0)
     try:
-        return generated(await _run(call, request, extras), extras)
+        return generated(await run(call, request, extras), extras)
     except Cancelled as cancelled:
         partial = None if cancelled.partial is None else generated(cancelled.partial, extras)
         return of_cancelled(cancelled, partial)
 
 
-async def _run(call: Call, request: GenerateRequest, extras: Extras) -> GenerationResult:
+async def run(call: Call, request: GenerateRequest, extras: Extras) -> GenerationResult:
     """Starts the generation and sees it through; whatever ends the call ends the generation too."""
     generation = call.backend.generate(request)
 

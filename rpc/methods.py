@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from msgspec import Raw, Struct
 
-from omlxd.engine.api import DaemonInfo, InvalidParams, Reloaded
+from omlxd.engine.api import CacheLine, DaemonInfo, InvalidParams, Reloaded
+from omlxd.rpc import caching, watching, wire
 from omlxd.rpc import params as p
-from omlxd.rpc import wire
 from omlxd.rpc.calls import Call
 from omlxd.rpc.discover import Described, document
 from omlxd.rpc.errors import ErrorBody, method_not_found
@@ -136,6 +136,7 @@ _TABLE: Final = (
     Method("rpc.discover", "This document.", NoParams, dict[str, Any], _discover),
     Method("daemon.info", "Who answers: versions, paths, device.", NoParams, DaemonInfo, _info),
     Method("daemon.status", "Models, requests, memory and cache in one reading.", NoParams, wire.Status, _status),
+    Method("daemon.metrics", "Counters and histograms.", p.MetricsParams, wire.Metrics | str, watching.metrics),
     Method("daemon.reload", "Applies what changed in the settings.", NoParams, Reloaded, _reload, takes_time=True),
     Method("daemon.shutdown", "Drains for grace_s and exits.", p.ShutdownParams, bool, _shutdown_daemon),
     Method(
@@ -153,6 +154,15 @@ _TABLE: Final = (
     Method("generate.chat", "Continues a conversation.", p.ChatParams, wire.Generated, chat, takes_time=True),
     Method("generate.complete", "Continues a text.", p.CompleteParams, wire.Generated, complete, takes_time=True),
     Method("tokenize", "Text or messages to token ids.", p.TokenizeParams, wire.Tokens, _tokenize, takes_time=True),
+    Method(
+        "cache.stats", "What the prefix caches did and hold.", p.CacheStatsParams, list[CacheLine], caching.stats, True
+    ),
+    Method(
+        "cache.explain", "Why a prompt would hit or miss.", p.CachePromptParams, wire.Explained, caching.explain, True
+    ),
+    Method("cache.warm", "Computes and stores a prompt.", p.CacheWarmParams, wire.Warmed, caching.warm, True),
+    Method("cache.clear", "Drops what is stored.", p.CacheClearParams, wire.Cleared, caching.clear, True),
+    Method("events.subscribe", "Sends events from now on.", p.SubscribeParams, str, watching.subscribe),
     Method("detokenize", "Token ids to text.", p.DetokenizeParams, wire.Detokenized, _detokenize, takes_time=True),
 )
 METHODS: Final[dict[str, Method]] = {method.name: method for method in _TABLE}

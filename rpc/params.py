@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from omlxd.engine.api import (
+    CacheTier,
     ChatPrompt,
     GenerateRequest,
     InvalidParams,
@@ -22,6 +23,7 @@ from omlxd.engine.api import (
     TextPrompt,
     Thinking,
     TokenPrompt,
+    Topic,
 )
 from omlxd.rpc.messages import checked_messages, checked_tool_choice, checked_tools
 
@@ -42,11 +44,16 @@ def _takes(text: str) -> Meta:
 
 
 Model = Annotated[Text, _takes("a name or alias from models.list, or a path to a model directory")]
+OptionalModel = Annotated[Text | None, _takes("a name or alias from models.list")]
 Seconds = Annotated[Annotated[float, Meta(ge=0)] | None, _takes("seconds, 0 or more")]
 Flag = Annotated[bool | None, _takes("true or false")]
 Messages = Annotated[
     Annotated[list[dict[str, Any]], Meta(min_length=1)],
     _takes("a list of at least one message, in OpenAI's chat shape"),
+]
+OptionalMessages = Annotated[Messages | None, _takes("a list of messages in OpenAI's chat shape")]
+OptionalPrompt = Annotated[
+    str | Annotated[list[TokenId], Meta(min_length=1)] | None, _takes("a string, or a list of at least one token id")
 ]
 OptionalText = Annotated[Text | None, _takes("a string of at least one character")]
 OptionalToken = Annotated[Token | None, _takes("the token that $/progress is to carry: a string or an integer")]
@@ -132,6 +139,64 @@ class DetokenizeParams(Struct, forbid_unknown_fields=True, kw_only=True):
 
     model: Model
     tokens: Annotated[list[TokenId], _takes("a list of token ids, each 0 or more")]
+
+
+class MetricsParams(Struct, forbid_unknown_fields=True):
+    """`daemon.metrics`."""
+
+    format: Annotated[Literal["json", "prometheus"] | None, _takes("json or prometheus")] = None
+
+
+class SubscribeParams(Struct, forbid_unknown_fields=True):
+    """`events.subscribe`."""
+
+    topics: Annotated[
+        Annotated[list[Topic], Meta(min_length=1)], _takes("a list of models, memory, requests and cache, or some")
+    ]
+
+
+class CacheStatsParams(Struct, forbid_unknown_fields=True):
+    """`cache.stats`; without `model`, of all that have been loaded."""
+
+    model: OptionalModel = None
+
+
+class CacheClearParams(Struct, forbid_unknown_fields=True):
+    """`cache.clear`; without `model`, of all."""
+
+    model: OptionalModel = None
+    tier: Annotated[CacheTier | None, _takes("all, hot or ssd")] = None
+
+
+class CachePromptParams(Struct, forbid_unknown_fields=True, kw_only=True):
+    """`cache.explain`: a conversation, or a prompt as `generate.complete` takes it."""
+
+    model: Model
+    messages: OptionalMessages = None
+    prompt: OptionalPrompt = None
+
+    def as_prompt(self) -> Prompt:
+        return _one_prompt(self.messages, self.prompt)
+
+
+class CacheWarmParams(Slow, kw_only=True):
+    """`cache.warm`: the same, with progress."""
+
+    model: Model
+    messages: OptionalMessages = None
+    prompt: OptionalPrompt = None
+
+    def as_prompt(self) -> Prompt:
+        return _one_prompt(self.messages, self.prompt)
+
+
+def _one_prompt(messages: list[dict[str, Any]] | None, prompt: str | list[int] | None) -> Prompt:
+    """Raises InvalidParams unless exactly one of the two is given."""
+    if (messages is None) == (prompt is None):
+        raise InvalidParams("messages", "give exactly one of messages and prompt")
+    if messages is not None:
+        return ChatPrompt(checked_messages(messages))
+    return TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt or ())
 
 
 class JsonObjectFormat(Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True):

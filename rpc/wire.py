@@ -13,20 +13,27 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from omlxd.engine.api import (
+    CacheExplanation,
+    CacheReason,
     Channel,
+    DaemonEvent,
     DaemonInfo,
+    DaemonMetrics,
     DaemonStatus,
     Delta,
+    Difference,
     FinishReason,
     GenerationResult,
     MalformedCall,
     ModelEntry,
+    ModelMetrics,
     ModelState,
     Phase,
     Progress,
     RequestInfo,
     Timings,
     TokenLogprob,
+    Topic,
     Unloaded,
     Usage,
 )
@@ -134,6 +141,64 @@ class Detokenized(Struct):
     text: str
 
 
+class HistogramLine(Struct):
+    """`counts[i]` values are at most `bounds[i]` and over the bound before; the last count has no bound."""
+
+    bounds: Sequence[float]
+    counts: Sequence[int]
+    sum: float
+    count: int
+
+
+class ModelMetricsLine(Struct):
+    """What one model has done since the daemon started, under every load of it."""
+
+    counters: Mapping[str, int]
+    histograms: Mapping[str, HistogramLine]
+
+
+class Metrics(Struct):
+    """`daemon.metrics`; `requests` counts by outcome."""
+
+    gauges: Mapping[str, float]
+    requests: Mapping[str, int]
+    models: Mapping[str, ModelMetricsLine]
+
+
+class EventValue(Struct, omit_defaults=True):
+    """What an `event` notification has in any topic; the topic's own fields stand beside these.
+
+    `dropped` counts the subscription's events that were lost right before this one, because the client read too slowly.
+    """
+
+    topic: Topic
+    subscription: str
+    at: float
+    dropped: int = 0
+
+
+class Explained(Struct):
+    """`cache.explain`."""
+
+    prompt_tokens: int
+    matched_tokens: int
+    reason: CacheReason
+    differs_at: Difference | UnsetType = UNSET
+
+
+class Warmed(Struct):
+    """`cache.warm`."""
+
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Cleared(Struct):
+    """`cache.clear`."""
+
+    freed_bytes: int
+
+
 class ServerInfo(Struct):
     """Who answers, in LSP's words."""
 
@@ -173,6 +238,27 @@ def status(reading: DaemonStatus) -> Status:
         memory=reading.memory,
         cache=reading.cache,
     )
+
+
+def metrics(read: DaemonMetrics) -> Metrics:
+    return Metrics(read.gauges, read.requests, {name: _model_metrics(model) for name, model in read.models.items()})
+
+
+def _model_metrics(model: ModelMetrics) -> ModelMetricsLine:
+    histograms = {
+        name: HistogramLine(each.bounds, each.counts, each.sum, each.count) for name, each in model.histograms.items()
+    }
+    return ModelMetricsLine(model.counters, histograms)
+
+
+def explained(found: CacheExplanation) -> Explained:
+    differs_at = UNSET if found.differs_at is None else found.differs_at
+    return Explained(found.prompt_tokens, found.matched_tokens, found.reason, differs_at)
+
+
+def event_notification(subscription: str, event: DaemonEvent, dropped: int) -> bytes:
+    value = msgspec.to_builtins(EventValue(event.topic, subscription, event.at, dropped))
+    return encode({"jsonrpc": "2.0", "method": "event", "params": {**value, **event.fields}})
 
 
 def generated(result: GenerationResult, extras: Extras) -> Generated:

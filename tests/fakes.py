@@ -7,8 +7,9 @@ the real ones. What a test wants to know is recorded in plain attributes.
 from __future__ import annotations
 
 import difflib
+import itertools
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,24 +19,35 @@ import anyio.lowlevel
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from omlxd.engine.api import (
+    CacheExplanation,
+    CacheLine,
+    CacheTier,
     Cancelled,
     ChatPrompt,
+    DaemonEvent,
     DaemonInfo,
+    DaemonMetrics,
     DaemonStatus,
     Delta,
+    Difference,
     GenerateRequest,
     Generation,
     GenerationResult,
+    Histogram,
+    Json,
     LoadOptions,
     ModelEntry,
+    ModelMetrics,
     ModelNotFound,
     OmlxError,
+    PerTier,
     Progress,
     ProgressSink,
     Prompt,
     Reloaded,
     TextPrompt,
     Timings,
+    Topic,
     Unloaded,
     Usage,
 )
@@ -140,6 +152,36 @@ class FakeGeneration:
         self._changed = anyio.Event()
 
 
+class FakeSubscription:
+    """A subscription that a test fills: `push` sends an event, with how many were dropped before it."""
+
+    def __init__(self, id: str, topics: Collection[Topic]) -> None:
+        self.id = id
+        self.topics = frozenset(topics)
+        self.waiting: list[tuple[DaemonEvent, int]] = []
+        self.is_closed = False
+        self._changed = anyio.Event()
+
+    def push(self, topic: Topic, dropped: int = 0, **fields: Json) -> None:
+        self.waiting.append((DaemonEvent(topic, 7.5, fields), dropped))
+        self._wake()
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._wake()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[DaemonEvent, int]]:
+        while not self.is_closed:
+            if self.waiting:
+                yield self.waiting.pop(0)
+            else:
+                await self._changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+
 def answering(text: str, *, progress: Sequence[Progress] = (), **changes: object) -> FakeGeneration:
     """A generation that has already said `text`, word by word."""
     generation = FakeGeneration()
@@ -179,6 +221,8 @@ class FakeBackend:
     pulls: list[tuple[str, str | None]] = field(default_factory=list)
     given_up: int = 0
     shutdowns: list[float | None] = field(default_factory=list)
+    subscriptions: list[FakeSubscription] = field(default_factory=list)
+    clears: list[tuple[str | None, str]] = field(default_factory=list)
     on_shutdown: Callable[[], None] | None = None
 
     def info(self) -> DaemonInfo:
@@ -245,6 +289,8 @@ class FakeBackend:
         self.requests.append(request)
         if request.model not in self.models:
             return refusing(self._not_found(request.model))
+        if request.warm and self.script is None:
+            return answering("", usage=Usage(prompt_tokens=len(last_words(request)), cached_tokens=2))
         return self.script(request) if self.script is not None else answering(last_words(request))
 
     async def tokenize(self, model: str, prompt: Prompt) -> Sequence[int]:
@@ -255,6 +301,36 @@ class FakeBackend:
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
         self._known(model)
         return bytes(token_ids).decode()
+
+    def metrics(self) -> DaemonMetrics:
+        histogram = Histogram((0.5, 1), (3, 0, 1), 4.5)
+        model = ModelMetrics({"prompt_tokens": 12}, {"ttft_s": histogram})
+        return DaemonMetrics({"uptime_s": 1.5, "live_requests": 2}, {"finished": 7}, {MODEL: model})
+
+    def subscribe(self, topics: Collection[Topic]) -> FakeSubscription:
+        self.subscriptions.append(FakeSubscription(f"s{len(self.subscriptions) + 1}", topics))
+        return self.subscriptions[-1]
+
+    async def cache_stats(self, model: str | None) -> Sequence[CacheLine]:
+        if model is not None:
+            self._known(model)
+        return [cache_line(name) for name in self.models if model in (None, name)]
+
+    async def explain_cache(self, model: str, prompt: Prompt) -> CacheExplanation:
+        """The fake has seen `hello world` before."""
+        tokens = await self.tokenize(model, prompt)
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, b"hello world", strict=False))
+        matched = sum(1 for _ in same)
+        if matched == len(tokens):
+            return CacheExplanation(len(tokens), matched, "full")
+        differs = Difference(matched, "hello world", bytes(tokens).decode())
+        return CacheExplanation(len(tokens), matched, "differs", differs)
+
+    async def clear_cache(self, model: str | None, tier: CacheTier) -> int:
+        if model is not None:
+            self._known(model)
+        self.clears.append((model, tier))
+        return 0 if tier == "ssd" else 4096
 
     async def _wait_at_gate(self) -> None:
         if self.load_gate is None:
@@ -271,6 +347,23 @@ class FakeBackend:
 
     def _not_found(self, model: str) -> ModelNotFound:
         return ModelNotFound(model, difflib.get_close_matches(model, self.models))
+
+
+def cache_line(model: str) -> CacheLine:
+    """A cache that has answered three prompts of four."""
+    return CacheLine(
+        model=model,
+        hits=3,
+        misses=1,
+        tokens_matched=6000,
+        tokens_computed=2000,
+        blocks=PerTier(hot=24),
+        checkpoints=2,
+        bytes=PerTier(hot=98_000_000),
+        evictions=5,
+        writes_dropped=0,
+        bad_blocks=0,
+    )
 
 
 def entry(name: str) -> ModelEntry:

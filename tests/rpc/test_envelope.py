@@ -42,7 +42,7 @@ BAD = [
     (b'{"jsonrpc":"2.0","id":true,"method":"ping"}', (-32600, None)),
     (b'{"jsonrpc":"2.0","id":[1],"method":"ping"}', (-32600, None)),
     (b'{"jsonrpc":"2.0","id":4,"method":"nothing.of.that"}', (-32601, 4)),
-    (b'{"jsonrpc":"2.0","id":4,"method":"cache.stats"}', (-32601, 4)),
+    (b'{"jsonrpc":"2.0","id":4,"method":"cache.statistics"}', (-32601, 4)),
     (b'{"jsonrpc":"2.0","id":4,"method":"ping","params":"x"}', (-32602, 4)),
     (b'{"jsonrpc":"2.0","id":4,"method":"ping","params":[1]}', (-32602, 4)),
     (b'{"jsonrpc":"2.0","id":4,"method":"tokenize"}', (-32602, 4)),

@@ -171,7 +171,7 @@ async def test_discover_describes_every_method_from_its_types(backend: FakeBacke
     assert (seed["minimum"], seed["maximum"]) == (0, 2**63 - 1)
     assert methods["generate.chat"]["result"]["schema"] == {"$ref": "#/components/schemas/Generated"}
     assert {error["code"] for error in document["components"]["errors"].values()} == set(CODES.values())
-    assert [note["name"] for note in document["x-notifications"]] == ["$/progress"]
+    assert [note["name"] for note in document["x-notifications"]] == ["$/progress", "event"]
 
 
 async def test_discover_refers_to_nothing_that_is_not_there(backend: FakeBackend, path: Path) -> None:
