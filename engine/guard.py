@@ -1,0 +1,86 @@
+"""The guard: whether work may have the memory that it needs, now or ever. One answer for every path to the GPU.
+
+Shared by all engines, the pool and the enforcer, on any thread. Owns the ledger and the one reference to the limits,
+which the enforcer swaps; between two readings the use of memory is the last reading plus what the ledger has moved
+since. The hot tier is counted once, as use; what of it could go is freed by asking (`want_room`), not by arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from omlxd.engine.api import MemoryExceeded
+from omlxd.engine.ledger import Kind, Ledger, Reservation
+from omlxd.engine.limits import UNLIMITED, MemoryLimits
+
+PROCESS = "omlxd"
+OnWant = Callable[[int], None]
+
+
+class MemoryGuard:
+    """Owns the ledger; `limits` is swapped as a whole and read once per step."""
+
+    def __init__(self, ledger: Ledger | None = None, limits: MemoryLimits = UNLIMITED) -> None:
+        self.ledger = Ledger() if ledger is None else ledger
+        self.limits = limits
+        self.pinned: frozenset[str] = frozenset()  # models that stay; swapped by the pool
+        self._on_want: OnWant = lambda nbytes: None
+        self._process: Reservation | None = None
+
+    def on_want(self, call: OnWant) -> None:
+        """`call` hears of bytes that work waits for; it returns at once and may be called on any thread."""
+        self._on_want = call
+
+    def set_process_bytes(self, nbytes: int) -> None:
+        """What the interpreter and its libraries take when no model is there: named, so that the rest adds up."""
+        if self._process is None:
+            self._process = self.ledger.hold(PROCESS, "process", nbytes)
+        else:
+            self._process.resize(nbytes)
+
+    @property
+    def process_bytes(self) -> int:
+        return 0 if self._process is None else self._process.nbytes
+
+    # -- now ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def usage(self) -> int:
+        return self.limits.usage_at(self.ledger.total())
+
+    def room(self) -> int:
+        """Bytes up to the soft mark; negative above it."""
+        return self.limits.soft - self.usage
+
+    def reserve(self, owner: str, kind: Kind, nbytes: int) -> Reservation | None:
+        """Reserves up to the soft mark, or None. Where nothing more can be freed anyway, up to the hard one."""
+        limits = self.limits
+        mark = limits.hard if limits.orders.exhausted else limits.soft
+        return self.ledger.reserve(owner, kind, nbytes, lambda total: limits.usage_at(total) <= mark)
+
+    def want_room(self, nbytes: int) -> None:
+        """Says that work of `nbytes` waits: whoever can free something without loss should."""
+        self._on_want(max(0, nbytes - self.room()))
+
+    # -- ever ---------------------------------------------------------------------------------------------------------
+
+    def most(self, *, staying: Collection[str] = ()) -> int:
+        """The largest work that could ever be admitted beside what stays: the process, pinned models and `staying`."""
+        weights = self.ledger.held(["weights"]) - self.ledger.held(["weights"], but=[*staying, *self.pinned])
+        return max(0, self.limits.steady_soft - self.process_bytes - weights)
+
+    def refusal(self, what: str, nbytes: int, *, advice: str, staying: Collection[str] = ()) -> MemoryExceeded | None:
+        """Why work of `nbytes` could never be done, beside the models in `staying`; None if it could."""
+        most = self.most(staying=staying)
+        if nbytes <= most:
+            return None
+        ceilings = self.limits.ceilings
+        binding = "static" if ceilings.static <= ceilings.steady else "metal"
+        return MemoryExceeded(what, needed_bytes=nbytes, limit_bytes=most, binding=binding, advice=advice)
+
+    def gave_up(self, what: str, nbytes: int, *, advice: str) -> MemoryExceeded:
+        """Why work that could be done another time is not done now."""
+        limits = self.limits
+        return MemoryExceeded(
+            what, needed_bytes=nbytes, limit_bytes=max(0, self.room()), binding=limits.binding, advice=advice
+        )
