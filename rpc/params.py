@@ -36,6 +36,10 @@ Text = Annotated[str, Meta(min_length=1)]
 TokenId = Annotated[int, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Token = int | str
+# An object's keys are strings; the schema made from the type alone would allow any.
+Biases = Annotated[
+    dict[TokenId, float], Meta(extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,17})$"}})
+]
 
 
 def _takes(text: str) -> Meta:
@@ -77,7 +81,7 @@ class CancelParams(Struct, forbid_unknown_fields=True):
     """`cancel` and `$/cancelRequest`: one of the two says which request."""
 
     id: Annotated[int | float | str | None, _takes("the id of a running request")] = None
-    token: OptionalToken = None
+    token: Annotated[Token | None, _takes("the token of a running request")] = None
 
 
 class Slow(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -246,9 +250,7 @@ class GenerateParams(Slow, kw_only=True):
     repetition_penalty: Annotated[Annotated[float, Meta(gt=0)] | None, _takes("a number over 0; 1 is off")] = None
     presence_penalty: Annotated[Annotated[float, Meta(ge=-2, le=2)] | None, _takes("a number from -2 to 2")] = None
     frequency_penalty: Annotated[Annotated[float, Meta(ge=-2, le=2)] | None, _takes("a number from -2 to 2")] = None
-    logit_bias: Annotated[dict[TokenId, float] | None, _takes("an object from token ids, as strings, to numbers")] = (
-        None
-    )
+    logit_bias: Annotated[Biases | None, _takes("an object from token ids, as strings, to numbers")] = None
     seed: Annotated[Annotated[int, Meta(ge=0, le=MAX_SEED)] | None, _takes(f"an integer from 0 to {MAX_SEED}")] = None
     stop: Annotated[
         Annotated[list[Text], Meta(max_length=MAX_STOPS)] | None,
