@@ -17,6 +17,7 @@ from omlxd.engine.api import (
     CacheReason,
     CacheTier,
     Difference,
+    GenerateRequest,
     Json,
     PerTier,
     Prompt,
@@ -105,7 +106,7 @@ class Caches:
 
 async def explain(engine: EngineHandle, prompt: Prompt) -> CacheExplanation:
     """Why the engine would reuse no more of a prompt. Raises what the prompt raises."""
-    ids = await engine.token_ids(prompt)
+    ids = (await engine.prepare(GenerateRequest(engine.facts.name, prompt))).token_ids  # as a request's would be
     if engine.uncached is not None:
         return CacheExplanation(len(ids), 0, "disabled")
     found = await engine.ask_cache(lambda cache: cache.explain(ids))
