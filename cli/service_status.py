@@ -48,8 +48,8 @@ class Health:
         found = agent.faults(installed, python=sys.executable, grace_s=grace_s)
         if not installed.serves(context.paths.socket):
             theirs = installed.environment.get("OMLXD_HOME")
-            found.append(Fault(f"it serves the home {theirs}, not {context.paths.home}", "set OMLXD_HOME to that one"))
-            return found
+            message = f"it serves the home {theirs}, not {context.paths.home}"
+            return [*found, Fault(message, "set OMLXD_HOME to that one", is_grave=False)]
         return [*found, *self._faults_of_launchd(), *self._faults_of_daemon()]
 
     def _faults_of_launchd(self) -> list[Fault]:
@@ -57,10 +57,11 @@ class Health:
             return [Fault("it is switched off", f"switch it on in {LOGIN_ITEMS}, then `omlxctl service start`")]
         if not self.now.loaded:
             advice = f"`omlxctl service start`; if it stays so after a login, see {LOGIN_ITEMS}: macOS may block it"
-            return [Fault("it is not loaded", advice)]
+            return [Fault("it is not loaded", advice, is_grave=False)]
         found = []
         if not self.now.is_as_written(self.printed):
-            found.append(Fault("what launchd has loaded is not what the file says", "`omlxctl service restart`"))
+            message = "what launchd has loaded is not what the file says"
+            found.append(Fault(message, "`omlxctl service restart`", is_grave=False))
         if self.printed.pid is None and not self.waits:
             found.append(_end(self.printed))
         return found
@@ -76,7 +77,7 @@ class Health:
             found.append(Fault(message, "`omlxctl service start` ends it and starts the service"))
         if daemon["version"] != __version__:
             message = f"omlxd {daemon['version']} runs, and {__version__} is installed"
-            found.append(Fault(message, "`omlxctl service restart`"))
+            found.append(Fault(message, "`omlxctl service restart`", is_grave=False))
         return found
 
 
@@ -109,7 +110,7 @@ def _end(printed: Printed) -> Fault:
         return Fault(f"{state}, last ended by {printed.last_signal})", "`omlxctl service logs` may show why")
     end = None if printed.last_exit_code is None else meaning_of_end(printed.last_exit_code)
     if end is None:
-        return Fault(f"{state})", "`omlxctl service start`")
+        return Fault(f"{state})", "`omlxctl service start`", is_grave=False)
     return Fault(f"{state}): {end.what}", end.advice)
 
 
@@ -130,7 +131,9 @@ def _document(context: Context, health: Health) -> dict[str, Any]:
         "answers": None if health.waits else health.daemon is not None,
         "daemon_version": None if health.daemon is None else health.daemon["version"],
         "client_version": __version__,
-        "faults": [{"message": fault.message, "advice": fault.advice} for fault in health.faults],
+        "faults": [
+            {"message": fault.message, "advice": fault.advice, "grave": fault.is_grave} for fault in health.faults
+        ],
     }
 
 

@@ -111,10 +111,11 @@ class Installed:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something wrong with the service, and what to do about it."""
+    """Something wrong with the service, and what to do about it. Not grave: it serves all the same, or was stopped."""
 
     message: str
     advice: str
+    is_grave: bool = True
 
 
 def agents_dir(user_home: str) -> str:
@@ -156,10 +157,10 @@ def faults(installed: Installed, *, python: str, grace_s: float) -> list[Fault]:
         found.append(Fault(message, f"{again}, from the one that is to serve"))
     elif installed.python != python:
         message = f"it runs {installed.python}, and this omlxctl belongs to {python}"
-        found.append(Fault(message, f"{again} to let this one serve"))
+        found.append(Fault(message, f"{again} to let this one serve", is_grave=False))
     if installed.exit_timeout_s < exit_timeout_s(grace_s):
         message = f"launchd kills the daemon after {installed.exit_timeout_s} s, and daemon.grace_s is {grace_s:g}"
-        found.append(Fault(message, again))
+        found.append(Fault(message, again, is_grave=False))
     output = os.path.dirname(_parsed(installed.content).get("StandardErrorPath", ""))
     if output and not os.path.isdir(output):
         found.append(Fault(f"the directory of its output, {output}, is gone, and launchd starts nothing then", again))

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import subprocess
 from dataclasses import replace
 from typing import Any
 
@@ -120,3 +121,50 @@ def test_the_packages_are_those_that_omlxd_requires(name: str) -> None:
     assert packages[name].fits
     assert packages[name].installed is not None
     assert "pytest" not in packages
+
+
+def test_a_lock_left_by_a_crash_is_no_fault(home: Home) -> None:
+    home.path.mkdir(mode=0o700)
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    (home.path / "omlxd.lock").write_text(f"pid {gone.pid}, version 0.1.0\n")
+    found = findings(home)["lock"]
+    assert (found["level"], "the next daemon takes it over" in found["message"]) == ("ok", True)
+
+
+def test_a_lock_whose_owner_lives_and_does_not_answer_is_named_with_its_pid(home: Home) -> None:
+    home.path.mkdir(mode=0o700)
+    (home.path / "omlxd.lock").write_text(f"pid {os.getpid()}, version 0.1.0\n")
+    found = findings(home)["lock"]
+    assert found["level"] == "warn"
+    assert f"names pid {os.getpid()}" in found["message"]
+    assert f"kill -9 {os.getpid()}" in found["advice"]
+
+
+@pytest.mark.parametrize(
+    ("limit_mb", "setting", "level", "advice"),
+    [
+        (0, "", "ok", ""),
+        (24000, "8GB", "ok", ""),
+        (24000, "25GB", "warn", "lower the setting, or `sudo sysctl iogpu.wired_limit_mb=25600`"),
+        (32000, "", "warn", "`sudo sysctl iogpu.wired_limit_mb=0` is macOS's own limit"),
+    ],
+)
+def test_what_the_gpu_may_wire_fits_the_machine_and_the_setting(
+    home: Home, limit_mb: int, setting: str, level: str, advice: str
+) -> None:
+    sysctl = home.path.parent / "bin" / "sysctl"  # a Mac with 32 GiB
+    sysctl.parent.mkdir()
+    sysctl.write_text(f"#!/bin/sh\ncase $2 in hw.memsize) echo {32 << 30};; *) echo {limit_mb};; esac\n")
+    sysctl.chmod(0o755)
+    env = {"PATH": f"{sysctl.parent}:{os.environ['PATH']}", "OMLXD_MEMORY__WIRED_LIMIT_BYTES": setting}
+    found = findings(home, env)["wired"]
+    assert (found["level"], found["advice"]) == (level, advice)
+
+
+def test_every_finding_that_is_not_ok_says_what_to_do(home: Home) -> None:
+    home.path.mkdir(mode=0o755)
+    (home.path / "config.toml").write_text("[log]\nlevel = 3\n")
+    (home.path / "omlxd.sock").write_text("")
+    for finding in home.run("doctor", "--json").document["findings"]:
+        assert bool(finding["advice"]) == (finding["level"] != "ok"), finding
