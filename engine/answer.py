@@ -63,6 +63,10 @@ class Answer:
         self.stopped = False  # by a stop string
 
     @property
+    def state(self) -> State:
+        return self._separator.state
+
+    @property
     def text(self) -> str:
         return "".join(self._texts["content"])
 

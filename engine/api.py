@@ -168,7 +168,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where the time of one request went. `tokens_per_s` is the decode rate after the first token."""
+    """Where the time of one request went. `tokens_per_s` is the decode rate after the first token.
+
+    `mask_ms` is what computing the masks of its grammar took, mostly while the device computed.
+    """
 
     queue_ms: float = 0.0
     fetch_ms: float = 0.0
@@ -176,6 +179,7 @@ class Timings:
     ttft_ms: float = 0.0
     decode_ms: float = 0.0
     tokens_per_s: float = 0.0
+    mask_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

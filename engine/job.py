@@ -11,6 +11,7 @@ from omlxd.engine.api import ContextTooLong, GenerateRequest, InvalidParams, Uns
 from omlxd.engine.model import ModelFacts
 from omlxd.engine.preparing import Prepared
 from omlxd.engine.sampling_settings import SamplingSettings, resolve
+from omlxd.engine.steering import Course
 
 SEEDS = 1 << 53  # a seed drawn for a client survives JSON readers that keep numbers as doubles
 
@@ -36,16 +37,13 @@ class Job:
     boundaries: Sequence[int] = ()  # where the prompt's messages end, in tokens
     warm: bool = False  # compute and keep the prompt, draw nothing
     form: Form = PLAIN
+    course: Course | None = None
 
 
 def check_supported(request: GenerateRequest) -> None:
     """Raises Unsupported for what PROTOCOL.md has and this version does not do yet."""
-    for what, wanted in {
-        "response_format": request.response_format is not None,
-        "session": request.session is not None,
-    }.items():
-        if wanted:
-            raise Unsupported(what, "this version of omlxd does not have it yet; leave it out")
+    if request.session is not None:
+        raise Unsupported("session", "this version of omlxd does not have it yet; leave it out")
 
 
 def make_job(
@@ -80,6 +78,7 @@ def make_job(
         boundaries=boundaries,
         warm=request.warm,
         form=prepared.form,
+        course=prepared.course,
     )
 
 

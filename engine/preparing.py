@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING
 
 from omlxd.engine import prompt as prompts
 from omlxd.engine.answer import PLAIN, Form
-from omlxd.engine.api import ChatPrompt, GenerateRequest, InvalidParams, Json, Prompt, TextPrompt, Unsupported
+from omlxd.engine.api import ChatPrompt, GenerateRequest, InvalidParams, Prompt, TextPrompt, Unsupported
 from omlxd.engine.channels import Separator, State
 from omlxd.engine.conventions import Conventions, conventions_of
+from omlxd.engine.courses import Courses
 from omlxd.engine.fim import fim_prompt
 from omlxd.engine.model import ModelFacts
+from omlxd.engine.steering import Course
 from omlxd.engine.thinking import left_open
+from omlxd.engine.tools import function_of
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -34,6 +37,7 @@ class Prepared:
     token_ids: Sequence[int]
     form: Form = PLAIN
     end_ids: frozenset[int] = frozenset()
+    course: Course | None = None
 
 
 class Preparer:
@@ -46,6 +50,10 @@ class Preparer:
     @cached_property
     def _conventions(self) -> Conventions:
         return conventions_of(self._tokenizer)
+
+    @cached_property
+    def _courses(self) -> Courses:
+        return Courses(self._tokenizer, self._facts, self._conventions)
 
     def prepare(self, request: GenerateRequest) -> Prepared:
         """Raises InvalidParams and Unsupported for what this model cannot be asked."""
@@ -62,8 +70,10 @@ class Preparer:
         prompt = request.prompt
         if isinstance(prompt, TextPrompt) and prompt.suffix is not None:
             ids = fim_prompt(prompt.text, prompt.suffix, conventions.fim, self._tokenizer, self._facts.name)
-            return Prepared(prompt, ids, form, conventions.fim.end_ids if conventions.fim is not None else frozenset())
-        return Prepared(prompt, prompts.token_ids(prompt, self._tokenizer, self._facts), form)
+            ends = conventions.fim.end_ids if conventions.fim is not None else frozenset()
+            return Prepared(prompt, ids, form, ends, self._courses.of_text(request, form))
+        ids = prompts.token_ids(prompt, self._tokenizer, self._facts)
+        return Prepared(prompt, ids, form, course=self._courses.of_text(request, form))
 
     def _chat(self, request: GenerateRequest, prompt: ChatPrompt) -> Prepared:
         conventions = self._conventions
@@ -80,7 +90,8 @@ class Preparer:
             stop_in_reasoning=request.thinking is not None and request.thinking.stop,
             begun=prompts.prefilled(prompt.messages),
         )
-        return Prepared(prompt, prompts.rendered_ids(text, self._tokenizer), form)
+        course = self._courses.of_chat(request, prompt, form, text)
+        return Prepared(prompt, prompts.rendered_ids(text, self._tokenizer), form, course=course)
 
     def _check(self, request: GenerateRequest, prompt: ChatPrompt) -> None:
         conventions, name = self._conventions, self._facts.name
@@ -93,8 +104,9 @@ class Preparer:
         choice = prompt.tool_choice
         if choice not in (None, "none", "auto") and not prompt.tools:
             raise InvalidParams("tool_choice", "demands a call and there are no tools")
-        if isinstance(choice, Mapping) and _name(choice) not in {_name(tool) for tool in prompt.tools}:
-            raise InvalidParams("tool_choice", f"no tool is named {_name(choice)!r}")
+        names = {function_of(tool)["name"] for tool in prompt.tools}
+        if isinstance(choice, Mapping) and function_of(choice)["name"] not in names:
+            raise InvalidParams("tool_choice", f"no tool is named {function_of(choice)['name']!r}")
 
     def _state(self, prompt: ChatPrompt, text: str) -> State:
         """Where the answer begins: in the reasoning, if the prompt has opened it."""
@@ -106,9 +118,3 @@ class Preparer:
         if conventions.marks is not None and left_open(text, conventions.marks):
             return State.REASONING
         return conventions.initial
-
-
-def _name(item: Json) -> Json:
-    """The function's name in a tool, or in a tool choice: both have it in the same place."""
-    function = item.get("function") if isinstance(item, Mapping) else None
-    return function.get("name") if isinstance(function, Mapping) else None

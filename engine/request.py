@@ -15,13 +15,16 @@ from omlxd.engine.api import (
     Delta,
     FinishReason,
     GenerationResult,
+    InvalidGrammar,
     InvariantError,
+    OmlxError,
     RequestInfo,
     Timings,
     TokenLogprob,
     Usage,
 )
 from omlxd.engine.job import Job
+from omlxd.engine.steering import Steering
 from omlxd.engine.text import Decoder
 
 Clock = Callable[[], float]
@@ -67,7 +70,10 @@ class Request:
         self.drawn: list[int] = []  # every token drawn, the id that ended the answer included: what the KV cache holds
         self.logprobs: list[TokenLogprob] = []
         self._clock = clock
+        self._decoder = decoder
         self._answer = Answer(job.form, job.stop, decoder)
+        self._steering: Steering | None = None
+        self._mask_s = 0.0
         self.submitted = clock()
         self.waits_since = self.submitted  # for a row, unless it has one
         self.started: float | None = None
@@ -101,6 +107,24 @@ class Request:
             self.waits_since = self._clock()
         self.state = state
         self.reason = WAITS if state is State.QUEUED and reason is None else reason
+
+    def steer(self) -> list[Steering]:
+        """What holds a row that takes the answer up where it is to its course; nothing for a plain request."""
+        if self.job.course is None:
+            return []
+        self._mask_s = self._mask_total_s
+        self._steering = Steering(self.job.course, self._decoder, self.drawn)
+        return [self._steering]
+
+    @property
+    def failure(self) -> OmlxError | None:
+        """Why the answer can go no further, if it cannot be held to its course any more."""
+        failed = self._steering.failure if self._steering is not None else None
+        return None if failed is None else InvalidGrammar(f"it became too complex while the answer grew: {failed}")
+
+    @property
+    def _mask_total_s(self) -> float:
+        return self._mask_s + (self._steering.mask_s if self._steering is not None else 0.0)
 
     def accept(self, token_id: int, logprob: TokenLogprob | None) -> tuple[list[Delta], FinishReason | None]:
         """Takes the next token; returns what may be sent now and, at the end, why it ended."""
@@ -165,6 +189,7 @@ class Request:
             prefill_ms=(first - started - self._fetch_s) * 1e3,
             ttft_ms=(first - self.job.arrived) * 1e3,
             decode_ms=decode_s * 1e3,
+            mask_ms=self._mask_total_s * 1e3,
             tokens_per_s=more / decode_s if more > 0 and decode_s > 0 else 0.0,
         )
 

@@ -155,7 +155,7 @@ class Calls:
 
     def __init__(self, format: ToolFormat, tools: Tools) -> None:
         self._format = format
-        self._names = {_name(tool) for tool in tools}
+        self._names = {function_of(tool)["name"] for tool in tools}
         self._tools = [_with_parameters(tool) for tool in tools]
         self._start = ""
         self._text: list[str] = []
@@ -219,14 +219,13 @@ def _openai(call: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _name(tool: Mapping[str, Json]) -> str:
-    function = tool["function"]
-    return str(function["name"]) if isinstance(function, Mapping) else ""
+def function_of(item: Mapping[str, Json]) -> Mapping[str, Json]:
+    """The function in a tool, or in a tool choice: both have it in the same place."""
+    function = item.get("function")
+    return function if isinstance(function, Mapping) else {"name": ""}
 
 
 def _with_parameters(tool: Mapping[str, Json]) -> Mapping[str, Json]:
     """With an object of parameters, empty where the client gave none: some parsers take it for granted."""
-    function = tool["function"]
-    if not isinstance(function, Mapping):
-        return tool
+    function = function_of(tool)
     return {**tool, "function": {**function, "parameters": function.get("parameters") or {"type": "object"}}}

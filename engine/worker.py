@@ -281,13 +281,16 @@ class Worker:
             caches=prefill.caches,
             tokens=prefill.rest,
             sampler=SamplerRow(job.sampling, len(request.drawn)),
-            processors=processors(
-                job.sampling,
-                job.logit_bias,
-                prompt=job.prompt if request.drawn else job.prompt[:-1],
-                answer=request.drawn[:-1],
-                vocab_size=self._loaded.facts.vocab_size,
-            ),
+            processors=[
+                *processors(
+                    job.sampling,
+                    job.logit_bias,
+                    prompt=job.prompt if request.drawn else job.prompt[:-1],
+                    answer=request.drawn[:-1],
+                    vocab_size=self._loaded.facts.vocab_size,
+                ),
+                *request.steer(),
+            ],
         )
 
     def _report(self, request: Request, computed: int) -> None:
@@ -308,9 +311,13 @@ class Worker:
             deltas, reason = request.accept(row.token_id, entry)
             for delta in deltas:
                 self._say(request, delta)
-            if reason is not None:
+            failure = request.failure
+            if failure is not None or reason is not None:
                 self._keep(request)
-                self._end(request, State.FINISHED, request.result(reason))
+                if failure is not None:
+                    self._end(request, State.FAILED, failure)
+                elif reason is not None:
+                    self._end(request, State.FINISHED, request.result(reason))
                 gone.append(row.id)
             elif self._prefixes.fills_a_block(request):
                 self._prefixes.while_decoding(request, self._batch.caches(row.id))

@@ -130,6 +130,7 @@ class Timings(TypedDict):
     ttft_ms: float
     decode_ms: float
     tokens_per_s: float
+    mask_ms: float
 
 
 class MalformedCall(TypedDict):

@@ -110,7 +110,8 @@ async def test_generate_chat_and_complete_reach_the_backend_as_what_they_are(bac
     assert chat == complete
     assert set(chat) == {"model", "text", "finish_reason", "usage", "timings", "seed"}
     assert set(chat["usage"]) == {"prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens"}
-    assert set(chat["timings"]) == {"queue_ms", "fetch_ms", "prefill_ms", "ttft_ms", "decode_ms", "tokens_per_s"}
+    timed = {"queue_ms", "fetch_ms", "prefill_ms", "ttft_ms", "decode_ms", "tokens_per_s", "mask_ms"}
+    assert set(chat["timings"]) == timed
     assert [request.prompt for request in backend.requests] == [ChatPrompt(messages), TextPrompt("hi")]
 
 

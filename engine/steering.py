@@ -1,0 +1,282 @@
+"""Steering: which tokens one row may say next, where the client has asked for more than sampling.
+
+A `Course` is what was asked, a value made with the job: a budget for the reasoning, a tool that must be called, a
+grammar that the answer must follow. `Steering` is its logits processor, one per row, on the engine thread; made from
+the answer so far, so that a row that left the batch comes back to where it was. Rows that ask for nothing have none.
+
+A processor is called while the batch's next forward pass is being put together and needs the token that the pass
+before has just drawn. It starts the pass first and then waits for that token alone, so that masks are computed on the
+host while the device computes the logits they are for: what is longer than the pass is all that other rows see.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, cast
+
+import mlx.core as mx
+import numpy as np
+
+from omlxd.engine.answer import Answer, Form
+from omlxd.engine.channels import State
+from omlxd.engine.grammar import Grammar, Mask, Matching
+from omlxd.engine.text import Decoder
+
+LEAST_LOGIT = -3e4  # finite in every floating-point type, and as good as impossible beside any real logit
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Tokens with which an answer may have to begin, and what follows them: a grammar, and tokens again."""
+
+    token_ids: Sequence[int]
+    grammar: Grammar | None = None
+    tail: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What one answer is held to.
+
+    At `budget` tokens of reasoning `closing` is forced. What holds for the answer proper, one of the `openings` or the
+    `grammar`, does so from the first time it is in state `begins`. Until then the model may say `reasoning` first, the
+    token ids that open it; `after_reasoning` is forced once it has closed it by itself. Instead of a text of the
+    grammar the model may begin a tool call with the tokens `call`. Before the answer proper no token of `ends` is said.
+    """
+
+    form: Form
+    vocab_size: int
+    budget: int | None = None
+    closing: Sequence[int] = ()
+    begins: State = State.CONTENT
+    openings: Sequence[Opening] = ()
+    grammar: Grammar | None = None
+    reasoning: Sequence[int] = ()
+    after_reasoning: Sequence[int] = ()
+    call: Sequence[int] = ()
+    ends: frozenset[int] = frozenset()
+
+
+class Rule(Protocol):
+    """What holds for the next tokens."""
+
+    def allowed(self) -> Mask | frozenset[int]:
+        """The tokens that may come next, as a mask or by their ids."""
+        ...
+
+    def take(self, token_id: int) -> Sequence[Rule] | None:
+        """The token came next. Returns the rules that hold from now on, None for: this one still."""
+        ...
+
+
+class Forced:
+    """These tokens, one after the other."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._left = deque(token_ids)
+
+    def allowed(self) -> frozenset[int]:
+        return frozenset({self._left[0]})
+
+    def take(self, token_id: int) -> list[Rule] | None:
+        self._left.popleft()
+        return None if self._left else []
+
+
+class Choice:
+    """One of several sequences of tokens, each with what holds after it."""
+
+    def __init__(self, ways: Sequence[tuple[Sequence[int], Sequence[Rule]]]) -> None:
+        self._ways = list(ways)
+        self._taken = 0
+
+    def allowed(self) -> frozenset[int]:
+        return frozenset(token_ids[self._taken] for token_ids, _ in self._ways)
+
+    def take(self, token_id: int) -> list[Rule] | None:
+        self._ways = [way for way in self._ways if way[0][self._taken] == token_id]
+        self._taken += 1
+        for token_ids, after in self._ways:
+            if len(token_ids) == self._taken:
+                return list(after)
+        return None
+
+
+class Follow:
+    """A text of the grammar: the whole of what is left to say, or, with `then`, something that other rules follow."""
+
+    def __init__(self, grammar: Grammar, then: Sequence[Rule] | None = None) -> None:
+        self.matching = Matching(grammar)
+        self._then = then
+
+    def allowed(self) -> Mask:
+        return self.matching.allowed()
+
+    def take(self, token_id: int) -> list[Rule] | None:
+        self.matching.take(token_id)
+        if self._then is None or self.matching.failure or not self.matching.complete:
+            return None
+        return list(self._then)
+
+
+class Unless:
+    """A grammar, unless the first token begins one of the `ways`, which no text of the grammar begins with."""
+
+    def __init__(self, follow: Follow, ways: Sequence[tuple[Sequence[int], Sequence[Rule]]]) -> None:
+        self.follow = follow
+        self._ways = list(ways)
+
+    def allowed(self) -> Mask:
+        mask = self.follow.allowed().copy()
+        mask[[token_ids[0] for token_ids, _ in self._ways]] = True
+        return mask
+
+    def take(self, token_id: int) -> list[Rule] | None:
+        for token_ids, after in self._ways:
+            if token_ids[0] == token_id:
+                return [*([Forced(token_ids[1:])] if len(token_ids) > 1 else []), *after]
+        self.follow.take(token_id)
+        return [self.follow]
+
+
+def _rules(course: Course, *, may_reason: bool = True) -> list[Rule]:
+    """What holds from where the answer proper begins."""
+    reasoning: list[tuple[Sequence[int], Sequence[Rule]]] = []
+    if course.reasoning and may_reason:
+        reasoning.append((course.reasoning, _rules(course, may_reason=False)))
+    if course.openings:
+        return [Choice([*((opening.token_ids, _after(opening)) for opening in course.openings), *reasoning])]
+    if course.grammar is None:
+        return []
+    ways = [*reasoning, *([(course.call, [])] if course.call else [])]
+    follow = Follow(course.grammar)
+    return [Unless(follow, ways) if ways else follow]
+
+
+def _after(opening: Opening) -> list[Rule]:
+    tail: list[Rule] = [Forced(opening.tail)] if opening.tail else []
+    return tail if opening.grammar is None else [Follow(opening.grammar, then=tail)]
+
+
+class Steering:
+    """One row's logits processor. `failure` says why the answer can no longer be held to its course, if so."""
+
+    def __init__(self, course: Course, decoder: Decoder, answer: Sequence[int] = ()) -> None:
+        """`answer` is what the row has said already, all of it."""
+        self._course = course
+        self._answer = Answer(course.form, (), decoder)
+        self._rules = _rules(course)
+        self._started = False
+        self._reasoned = False
+        self._forced: Forced | None = None
+        self._budget = course.budget
+        self._called = False
+        self.failure: str | None = None
+        self.mask_s = 0.0
+        self._moved()
+        for token_id in answer:
+            self._observe(token_id)
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """`tokens` end with the newest one, which is not computed yet; in the first call it is known already."""
+        if self._finished:
+            return logits
+        newest = tokens[-1]
+        if self._called:
+            # In this order: the token is then waited for alone, while the pass behind it runs.
+            mx.async_eval(newest)  # type: ignore[no-untyped-call]
+            mx.async_eval(logits)  # type: ignore[no-untyped-call]
+            self._observe(cast("int", newest.item()))
+        self._called = True
+        began = time.perf_counter()
+        allowed = self._allowed()
+        self.mask_s += time.perf_counter() - began
+        return logits if allowed is None else _only(logits, allowed)
+
+    @property
+    def _finished(self) -> bool:
+        watches = self._budget is not None and not self._reasoned and not self._answer.text
+        return not self._rules and self._forced is None and not watches
+
+    def _allowed(self) -> Mask | frozenset[int] | None:
+        if self._forced is not None:
+            return self._forced.allowed()
+        if not self._rules_hold:
+            return self._anything_but_the_end if self._rules else None
+        allowed = self._rules[0].allowed()
+        self._look_for_failure()
+        return allowed
+
+    @cached_property
+    def _anything_but_the_end(self) -> Mask:
+        mask = np.ones(self._course.vocab_size, dtype=np.bool_)
+        mask[list(self._course.ends)] = False
+        return mask
+
+    @property
+    def _rules_hold(self) -> bool:
+        return bool(self._rules) and self._started and self._answer.state is not State.REASONING
+
+    def _observe(self, token_id: int) -> None:
+        """The row has said this token."""
+        reasoned = self._answer.state is State.REASONING
+        forced = self._forced is not None
+        if self._forced is not None:
+            if self._forced.take(token_id) is not None:
+                self._forced = None
+        elif self._rules_hold:
+            after = self._rules[0].take(token_id)
+            if after is not None:
+                self._rules[:1] = after
+            self._look_for_failure()
+        self._answer.add(token_id)
+        if reasoned and self._answer.state is not State.REASONING:
+            self._left_reasoning(by_itself=not forced)
+        self._moved()
+
+    def _left_reasoning(self, *, by_itself: bool) -> None:
+        self._reasoned = True
+        follow = self._follow
+        if follow is not None and self._answer.text:
+            follow.matching.take_text(self._answer.text)  # the token that closed the reasoning began the answer, too
+        elif by_itself and self._rules and self._course.after_reasoning:
+            self._forced = Forced(self._course.after_reasoning)
+
+    def _moved(self) -> None:
+        """Looks at where the answer stands now."""
+        state = self._answer.state
+        if state is self._course.begins:
+            self._started = True
+        if state is State.REASONING and self._budget is not None and self._answer.reasoning_tokens >= self._budget:
+            self._budget = None
+            self._forced = Forced(self._course.closing)
+
+    @property
+    def _follow(self) -> Follow | None:
+        """The grammar that holds, if one does."""
+        rule = self._rules[0] if self._rules else None
+        if isinstance(rule, Unless):
+            return rule.follow
+        return rule if isinstance(rule, Follow) else None
+
+    def _look_for_failure(self) -> None:
+        follow = self._follow
+        if follow is not None:
+            self.failure = follow.matching.failure
+
+
+def _only(logits: mx.array, allowed: Mask | frozenset[int]) -> mx.array:
+    """The logits (1, vocabulary) of the allowed tokens, all others impossible.
+
+    Where a bias had made the allowed ones impossible too, they are equally likely: one of them must come.
+    """
+    if isinstance(allowed, frozenset):
+        mask = np.zeros(logits.shape[-1], dtype=np.bool_)
+        mask[list(allowed)] = True
+    else:
+        mask = allowed
+    return mx.where(mx.array(mask), mx.maximum(logits, LEAST_LOGIT), -mx.inf)
