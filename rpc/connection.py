@@ -35,10 +35,14 @@ Job = Call | bytes  # a call to be dispatched, or an answer that is ready
 
 @dataclass(frozen=True, slots=True)
 class RpcLimits:
-    """`max_frame_bytes` bounds one frame from a client, `max_in_flight` the running requests of one connection."""
+    """`max_frame_bytes` bounds one frame from a client, `max_in_flight` the running requests of one connection.
+
+    `stall_s` is how long a client may send nothing in the middle of a frame. Between frames it may for ever.
+    """
 
     max_frame_bytes: int = 64 * 1024 * 1024
     max_in_flight: int = 256
+    stall_s: float = 60.0
 
 
 class Connection:
@@ -96,7 +100,10 @@ class Connection:
         """Takes in frames until there will be no more that matter."""
         while not self._is_leaving:
             try:
-                self._frames.feed(await self._stream.receive(RECEIVE_BYTES))
+                self._frames.feed(await self._receive())
+            except TimeoutError:
+                await self._take(Broken(f"nothing came for {self._limits.stall_s:g} s in the middle of a frame"), tasks)
+                return
             except anyio.EndOfStream:
                 await self._take(self._frames.finish(), tasks)
                 return
@@ -105,6 +112,16 @@ class Connection:
                 return
             while not self._is_leaving and (frame := self._frames.take()) is not None:
                 await self._take(frame, tasks)
+
+    async def _receive(self) -> bytes:
+        """Raises TimeoutError for a peer that stopped halfway: what it has sent would be held for ever.
+
+        By the loop's clock, which stands still while the machine sleeps and does not jump.
+        """
+        if self._frames.is_at_edge:
+            return await self._stream.receive(RECEIVE_BYTES)
+        with anyio.fail_after(self._limits.stall_s):
+            return await self._stream.receive(RECEIVE_BYTES)
 
     async def _take(self, frame: Frame | None, tasks: TaskGroup) -> None:
         match frame:

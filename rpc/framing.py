@@ -46,6 +46,10 @@ class Framing(Protocol):
         """What the end of the stream makes of the bytes that are left."""
         ...
 
+    def is_inside(self, buffer: bytearray) -> bool:
+        """Whether a frame has begun and not ended, when all that could be taken is."""
+        ...
+
     def wrap(self, body: bytes) -> bytes:
         """`body`, a JSON text, as it goes over the wire."""
         ...
@@ -69,6 +73,9 @@ class Lines:
 
     def finish(self, buffer: bytearray) -> Frame | None:
         return self._cut(buffer, len(buffer), drop=len(buffer))
+
+    def is_inside(self, buffer: bytearray) -> bool:
+        return self._skipping or _BLANKS.fullmatch(buffer or b" ") is None
 
     def wrap(self, body: bytes) -> bytes:
         return body + b"\n"
@@ -117,6 +124,9 @@ class Headers:
         if self._skip or (self._length is None and not buffer.strip(_BLANK)):
             return None
         return Broken("the stream ended in the middle of a frame")
+
+    def is_inside(self, buffer: bytearray) -> bool:
+        return self._length is not None or self._skip > 0 or bool(buffer)
 
     def wrap(self, body: bytes) -> bytes:
         return b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
@@ -192,6 +202,11 @@ class FrameReader:
     def finish(self) -> Frame | None:
         """The last frame, when the stream has ended: a line may lack its newline."""
         return self._framing.finish(self._buffer) if self._framing else None
+
+    @property
+    def is_at_edge(self) -> bool:
+        """Whether no frame has begun; to be asked when there is none to take."""
+        return self._framing is None or not self._framing.is_inside(self._buffer)
 
     def wrap(self, body: bytes) -> bytes:
         """`body` framed as the peer frames."""

@@ -16,9 +16,11 @@ from typing import Final
 import anyio
 from anyio.abc import SocketAttribute, SocketListener, SocketStream, TaskGroup
 
-from omlxd.engine.api import Backend
+from omlxd.engine.api import Backend, QueueFull
 from omlxd.rpc.connection import Connection, RpcLimits
-from omlxd.rpc.dispatch import Dispatcher
+from omlxd.rpc.dispatch import Dispatcher, response
+from omlxd.rpc.envelope import NULL
+from omlxd.rpc.errors import CODES, ErrorBody
 from omlxd.rpc.methods import METHODS
 from omlxd.rpc.peer import is_welcome, peer_uid
 from omlxd.rpc.spare import SpareDescriptor
@@ -28,6 +30,7 @@ log = logging.getLogger("omlxd.rpc")
 _OUT_OF_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE})
 _PASSING: Final = frozenset({errno.ECONNABORTED, errno.ENOBUFS, errno.ENOMEM})
 _BREATH_S: Final = 0.1
+RETRY_MS: Final = 1000
 
 
 class Server:
@@ -101,8 +104,9 @@ class Server:
         """Goes on after a failed accept where the next may succeed; raises `exc` where none will."""
         code = exc.__cause__.errno if isinstance(exc.__cause__, OSError) else None
         if code in _OUT_OF_DESCRIPTORS:
-            log.warning("refused a client: %d are connected and no file is left to open", len(self._connections))
-            await spare.turn_away(listener)
+            count = len(self._connections)
+            log.warning("refusing clients: %d are connected and no file is left to open", count)
+            await spare.turn_away(listener, _is_welcome, response(NULL, _full(count)))
         elif code not in _PASSING:
             raise exc
         await anyio.sleep(_BREATH_S)
@@ -123,6 +127,14 @@ class Server:
             finally:
                 self._connections.discard(connection)
                 self._moved_at = time.monotonic()
+
+
+def _full(count: int) -> ErrorBody:
+    message = (
+        f"{count} clients are connected and the daemon may open no more files; close some, or raise its limit of open "
+        "files (ulimit -n) and start it again"
+    )
+    return ErrorBody(CODES[QueueFull], message, {"kind": QueueFull.kind, "depth": count, "retry_after_ms": RETRY_MS})
 
 
 def _is_welcome(stream: SocketStream) -> bool:

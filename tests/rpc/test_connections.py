@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import resource
@@ -232,8 +233,12 @@ def few_files(count: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def test_without_files_clients_are_turned_away_until_some_leave(
-    backend: FakeBackend, path: Path, caplog: pytest.LogCaptureFixture
+PING = b'{"jsonrpc":"2.0","id":1,"method":"ping"}'
+
+
+@pytest.mark.parametrize("frame", [PING + b"\n", b"Content-Length: %d\r\n\r\n%b" % (len(PING), PING)])
+async def test_without_files_clients_are_told_so_until_some_leave(
+    backend: FakeBackend, path: Path, caplog: pytest.LogCaptureFixture, frame: bytes
 ) -> None:
     caplog.set_level(logging.ERROR)
     async with serving(backend, path) as running, running.peer() as first:
@@ -244,11 +249,68 @@ async def test_without_files_clients_are_turned_away_until_some_leave(
             for client in waiting:
                 client.connect(str(path))
                 client.setblocking(False)
-            turned_away = [client for client in waiting if await is_closed(client)]
-            assert 0 < len(turned_away) < len(waiting)
+                client.send(frame)
+            answers = [await first_answer(client) for client in waiting]
+            assert all(answer.startswith(b"Content-Length") == frame.startswith(b"C") for answer in answers)
+            told = [answer for answer in answers if b"pong" not in answer]
+            assert 0 < len(told) < len(waiting)
+            error = json.loads(told[0][told[0].index(b"{") :])["error"]
+            assert (error["code"], error["data"]["kind"]) == (-32013, "queue_full")
+            assert "ulimit -n" in error["message"]
             assert await first.result("ping") == "pong"
         async with running.peer() as late:
             assert await late.result("ping") == "pong"
+
+
+async def first_answer(client: socket.socket) -> bytes:
+    with anyio.fail_after(10):
+        await anyio.wait_readable(client)
+        return client.recv(1000)
+
+
+# -- clients that stop halfway ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("half", [b'{"jsonrpc"', b"Content-Le", b"Content-Length: 9\r\n\r\n{", b"C" * 10, b"["])
+async def test_who_stops_halfway_is_told_and_hung_up_on(backend: FakeBackend, path: Path, half: bytes) -> None:
+    headers = half.startswith(b"C")
+    async with (
+        serving(backend, path, RpcLimits(stall_s=0.05)) as running,
+        running.peer(headers=headers) as peer,
+        running.peer() as other,
+    ):
+        await peer.stream.send(half)
+        error = (await peer.answer())["error"]
+        assert error["code"] == -32700
+        assert "nothing came for 0.05 s" in error["message"]
+        assert await peer.at_end()
+        assert await other.result("ping") == "pong"
+
+
+@pytest.mark.parametrize("headers", [False, True])
+async def test_between_frames_there_is_no_limit(path: Path, headers: bool) -> None:
+    """Also when something runs, or blanks came after the last frame."""
+    backend = Endless()
+    async with serving(backend, path, RpcLimits(stall_s=0.02)) as running, running.peer(headers=headers) as peer:
+        await peer.send(peer.request("generate.complete", **PROMPT))
+        await peer.stream.send(b" \r\n ")
+        await until(lambda: backend.generations)
+        with anyio.move_on_after(0.2):  # ten times the limit
+            await peer.read()
+        backend.generations[0].finish(result_of("done"))
+        assert (await peer.answer())["result"]["text"] == "done"
+        assert await peer.result("ping") == "pong"
+
+
+async def test_who_stops_halfway_loses_nothing_that_was_asked_before(path: Path) -> None:
+    backend = Endless()
+    async with serving(backend, path, RpcLimits(stall_s=0.05)) as running, running.peer() as peer:
+        await peer.send(peer.request("generate.complete", **PROMPT))
+        await peer.stream.send(b'{"half')
+        assert (await peer.answer())["error"]["code"] == -32700
+        backend.generations[0].finish(result_of("done"))
+        assert (await peer.answer())["result"]["text"] == "done"
+        assert await peer.at_end()
 
 
 async def is_closed(client: socket.socket) -> bool:
