@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "load": ("catalog", "Load", "load a model into memory"),
     "unload": ("catalog", "Unload", "take a model out of memory"),
     "tokenize": ("tokens", "Tokenize", "print the token ids of a text"),
+    "cache": ("cache", "Cache", "what is kept of prompts, why one is not, keeping and dropping them"),
     "ping": ("basic", "Ping", "ask whether a daemon answers"),
     "socket": ("basic", "Socket", "print the path of the daemon's socket"),
     "stdio": ("stdio", "Stdio", "connect standard input and output with the daemon's socket"),

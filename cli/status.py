@@ -87,9 +87,17 @@ def _facts(status: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("socket", info["socket"]),
         ("models", f"{len(_in_memory(status))} in memory"),
         ("requests", ", ".join(f"{count} {name}" for name, count in status["counts"].items()) or "none yet"),
+        ("cache", _cache(status["cache"])),
     ]
     footprint = status["memory"].get("footprint_bytes")
     return facts if footprint is None else [*facts, ("memory", f"{size(footprint)} used")]
+
+
+def _cache(cache: Mapping[str, Any]) -> str:
+    if not cache.get("enabled"):
+        return "off"
+    held = f"{size(cache['bytes']['hot'])} of {size(cache['max_bytes']['hot'])} in memory"
+    return f"{held}, {cache['cached_tokens']} of {cache['prompt_tokens']} prompt tokens reused"
 
 
 def _skew(info: Mapping[str, Any]) -> str:

@@ -82,7 +82,14 @@ class BusyBackend(FakeBackend):
     def status(self) -> DaemonStatus:
         model = replace(entry("tiny"), state="BUSY", requests=1, pinned=True, last_used=time.time() - 120.5)
         request = RequestInfo("r7", "tiny", "HELD", 900, 512, 0, 75.0, "waits for memory")
-        return replace(super().status(), models=[model, entry("other")], requests=[request])
+        cache = {
+            "enabled": True,
+            "bytes": {"hot": 98_000_000, "ssd": 0},
+            "max_bytes": {"hot": 1_000_000_000, "ssd": 0},
+            "prompt_tokens": 8000,
+            "cached_tokens": 6000,
+        }
+        return replace(super().status(), models=[model, entry("other")], requests=[request], cache=cache)
 
 
 @pytest.fixture
@@ -114,6 +121,8 @@ def test_status_is_one_reading_for_people_and_programs(home: Home, busy: Daemon)
     lines = home.run("status").text.splitlines()
     assert lines[0] == "daemon    omlxd 0.1.0, protocol 1, pid 42"
     assert "models    1 in memory" in lines
+    assert "cache     98 MB of 1.0 GB in memory, 6000 of 8000 prompt tokens reused" in lines
+    assert lines[-1].split()[:3] == ["r7", "tiny", "held"]
     document = home.run("status", "--json").document
     assert document["info"]["pid"] == 42
     assert document["client"]["protocol"] == 1

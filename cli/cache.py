@@ -1,0 +1,161 @@
+"""`omlxctl cache stats|explain|warm|clear`: what prompts are kept, why one is not, and keeping or dropping them.
+
+Main thread only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+from omlxd.cli.context import Context
+from omlxd.cli.errors import DONE, UsageError
+from omlxd.cli.generation import checked, model_argument, read_stdin
+from omlxd.cli.parser import Parser
+from omlxd.cli.tables import size, table
+from omlxd.cli.work import perform
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    Action = Callable[[Context, argparse.Namespace], None]
+
+_WORDS = {"stats": (0, 1), "explain": (1, 2), "warm": (1, 2), "clear": (0, 1)}  # how few, how many
+_WORDS_HELP = "the model; for explain and warm then the prompt, - (the default) from standard input"
+_REASONS = {
+    "full": "all of it is stored, but for the token that is computed in any case",
+    "differs": "it differs from what is stored",
+    "no_checkpoint": "the model can go on from a checkpoint only, and none is at this place",
+    "evicted": "what comes before was dropped to make room",
+    "bad_block": "a block on disk could not be read",
+    "nothing_stored": "nothing is stored that begins like it",
+    "disabled": "the model runs without a cache",
+}
+
+
+class Cache:
+    """The prefix cache: a prompt that was computed once is not computed again."""
+
+    def arguments(self, parser: Parser) -> None:
+        parser.usage = "omlxctl cache stats [MODEL] | explain|warm MODEL [PROMPT|-] | clear [MODEL] [options]"
+        parser.add_argument(
+            "action",
+            choices=list(_WORDS),
+            help="show what the caches did and hold, why a prompt would hit or miss, compute and keep one, drop them",
+        )
+        parser.add_argument("words", nargs="*", metavar="MODEL PROMPT", help=_WORDS_HELP)
+        parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
+        parser.add_argument("--text", action="store_true", help="the prompt as `complete` sends it, without a template")
+        parser.add_argument("--messages", action="store_true", help="the prompt is a JSON array of messages")
+        parser.add_argument("--tier", choices=["all", "hot", "ssd"], help="what clear drops (default: all)")
+
+    def run(self, context: Context, given: argparse.Namespace) -> int:
+        few, many = _WORDS[given.action]
+        if not few <= len(given.words) <= many:
+            raise UsageError(f"cache {given.action} takes {few} or {many} words, not {len(given.words)}")
+        actions: dict[str, Action] = {"stats": _stats, "explain": _explain, "warm": _warm, "clear": _clear}
+        actions[given.action](context, given)
+        return DONE
+
+
+def _stats(context: Context, given: argparse.Namespace) -> None:
+    with context.connect() as client:
+        lines = perform(client, "cache.stats", _model(given), context.console, with_progress=False)
+    console = context.console
+    if console.json:
+        console.document(lines)
+    elif lines:
+        head = ["MODEL", "HITS", "MISSES", "REUSED", "COMPUTED", "BLOCKS", "CHECKPOINTS", "HOT", "SSD", "EVICTED"]
+        console.line(table(head, [_row(line) for line in lines]))
+    else:
+        console.note("no model has a cache yet; the first request to one makes it")
+
+
+def _row(line: Mapping[str, Any]) -> Sequence[str]:
+    reused, computed = line["tokens_matched"], line["tokens_computed"]
+    share = f" ({100 * reused // (reused + computed)} %)" if reused else ""
+    return [
+        line["model"],
+        str(line["hits"]),
+        str(line["misses"]),
+        f"{reused}{share}",
+        str(computed),
+        str(line["blocks"]["hot"]),
+        str(line["checkpoints"]),
+        size(line["bytes"]["hot"]),
+        size(line["bytes"]["ssd"]),
+        str(line["evictions"]),
+    ]
+
+
+def _explain(context: Context, given: argparse.Namespace) -> None:
+    params = {**_model(given), **_prompt(given)}
+    with context.connect_to_work() as client:
+        found = perform(client, "cache.explain", params, context.console, with_progress=False)
+    console = context.console
+    if console.json:
+        console.document(found)
+        return
+    console.line(f"{found['matched_tokens']} of {found['prompt_tokens']} tokens would be reused: {_why(found)}")
+    differs = found.get("differs_at")
+    if differs is not None:
+        console.line(f"stored  {_quoted(differs['stored_text'])}")
+        console.line(f"prompt  {_quoted(differs['prompt_text'])}")
+
+
+def _why(found: Mapping[str, Any]) -> str:
+    reason: str = _REASONS.get(found["reason"], found["reason"])
+    differs = found.get("differs_at")
+    return reason if differs is None else f"{reason}, from token {differs['token']} on"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _warm(context: Context, given: argparse.Namespace) -> None:
+    params = {**_model(given), **_prompt(given)}
+    with context.connect_to_work() as client:
+        usage = perform(client, "cache.warm", params, context.console)
+    if context.console.json:
+        context.console.document(usage)
+    else:
+        context.console.line(f"{usage['prompt_tokens']} tokens are warm, {usage['cached_tokens']} of them were before")
+
+
+def _clear(context: Context, given: argparse.Namespace) -> None:
+    params = _model(given) if given.tier is None else {**_model(given), "tier": given.tier}
+    with context.connect() as client:
+        result = perform(client, "cache.clear", params, context.console, with_progress=False)
+    if context.console.json:
+        context.console.document(result)
+    else:
+        context.console.line(f"{size(result['freed_bytes'])} freed")
+
+
+def _model(given: argparse.Namespace) -> dict[str, Any]:
+    return {"model": model_argument(checked(given.words[0], "MODEL"))} if given.words else {}
+
+
+def _prompt(given: argparse.Namespace) -> dict[str, Any]:
+    """The prompt as `run` would send it, or as the flags say."""
+    if given.text and (given.messages or given.system is not None):
+        raise UsageError("--text is a prompt without messages; leave --messages and --system out")
+    word = given.words[1] if len(given.words) > 1 else "-"
+    text = read_stdin("the prompt") if word == "-" else checked(word, "PROMPT")
+    if given.text:
+        return {"prompt": text}
+    system = [] if given.system is None else [{"role": "system", "content": checked(given.system, "--system")}]
+    return {"messages": [*system, *(_parsed(text) if given.messages else [{"role": "user", "content": text}])]}
+
+
+def _parsed(text: str) -> list[Any]:
+    try:
+        messages = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"the messages are not JSON: {error}") from error
+    if not isinstance(messages, list):
+        raise UsageError("the messages are a JSON array")
+    return messages
