@@ -101,6 +101,8 @@ class MergedBatch:
             [row.caches for row in rows],
             # Only the tokens from here on: what came before is in the caches, and the processors count for themselves.
             tokens=[[] for _ in rows],
+            # In one step: mlx-lm 0.32.2 loses count of a recurrent row's padding between two.
+            prefill_step_size=max(len(row.tokens) for row in rows),
             samplers=[sampler] * len(rows),
             logits_processors=[_named(row.id, row.processors) for row in rows],
             stop_sequences=[StopSequences()] * len(rows),
@@ -109,7 +111,7 @@ class MergedBatch:
         if any(len(row.tokens) > 1 for row in rows):
             prompts.prompt([list(row.tokens[:-1]) for row in rows])
             for index, row in enumerate(rows):
-                computed(row.id, prompts.extract_cache(index))
+                computed(row.id, [row_of(cache, index) for cache in prompts.prompt_cache])
         joined = prompts.generate([[row.tokens[-1]] for row in rows])
         if self._running is None:
             self._running, self._sampler = joined, sampler

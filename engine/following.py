@@ -1,8 +1,9 @@
 """One prefill per prefix: whose prompt computes a prefix right now that another request also needs.
 
 Owned by the engine thread. A request that shares at least a block with a prompt under way, beyond what is stored
-already, waits until the shared part is stored instead of computing it a second time. It waits for progress, not for a
-promise: when the leader ends, leaves, or gets nowhere for STALLED_S, its followers go on by themselves.
+already, waits until the shared part is stored instead of computing it a second time; the prompt under way then stops
+once where the two part, to store it to the token. It waits for progress, not for a promise: when the leader ends,
+leaves, or gets nowhere for STALLED_S, its followers go on by themselves.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ Tokens = NDArray[np.uint32]
 
 @dataclass(slots=True)
 class _Leader:
-    """A prompt under way. `available` is how many of its tokens others can reuse by now."""
+    """A prompt under way: how many of its tokens are computed, and how many others can reuse by now."""
 
     tokens: Tokens
-    stops: list[int]
-    available: int
+    computed: int
+    stored: int
     moved_at: float
     shared: dict[str, int] = field(default_factory=dict)  # tokens in common with each request that was compared
 
@@ -35,21 +36,21 @@ class _Leader:
 class Following:
     """The prompts under way that others may follow."""
 
-    def __init__(self, clock: Clock, *, block_size: int, only_at_checkpoints: bool) -> None:
+    def __init__(self, clock: Clock, *, block_size: int) -> None:
+        """`block_size` 0: nothing is stored, and nobody waits."""
         self._clock = clock
         self._block_size = block_size
-        self._only_at_checkpoints = only_at_checkpoints
         self._leaders: dict[str, _Leader] = {}
 
-    def lead(self, request: Request, stops: list[int], available: int) -> None:
-        """The request's prompt is being computed from `available` on. `stops` are its checkpoints to come."""
+    def lead(self, request: Request, computed: int) -> None:
+        """The request's prompt is being computed from `computed` on, and what comes before is stored."""
         if request.job.use_cache and self._block_size:
-            self._leaders[request.id] = _Leader(_array(request), stops, available, self._clock())
+            self._leaders[request.id] = _Leader(_array(request), computed, computed, self._clock())
 
-    def moved(self, request: Request, available: int) -> None:
+    def moved(self, request: Request, *, computed: int, stored: int) -> None:
         leader = self._leaders.get(request.id)
         if leader is not None:
-            leader.available, leader.moved_at = available, self._clock()
+            leader.computed, leader.stored, leader.moved_at = computed, stored, self._clock()
 
     def stop(self, request: Request) -> None:
         """The request no longer computes its prompt."""
@@ -61,10 +62,9 @@ class Following:
             return None
         best: Hold | None = None
         for id, leader in self._leaders.items():
-            if self._stalled(leader):
-                continue
-            until = self._usable(leader, self._shared(leader, request))
-            if until > leader.available and (best is None or until > best.until):
+            until = self._shared(leader, request)
+            ahead = until > leader.computed and not self._stalled(leader)
+            if ahead and (best is None or until > best.until):
                 best = Hold(request, id, until)
         if best is None or best.until - stored(request) < self._block_size:
             return None
@@ -73,7 +73,7 @@ class Following:
     def over(self, hold: Hold) -> bool:
         """Whether there is nothing left to wait for."""
         leader = self._leaders.get(hold.leader)
-        if leader is None or leader.available >= hold.until:
+        if leader is None or leader.stored >= hold.until or leader.computed > hold.until:
             return True
         return self._stalled(leader)
 
@@ -84,12 +84,6 @@ class Following:
         if request.id not in leader.shared:
             leader.shared[request.id] = _common(leader.tokens, _array(request))
         return leader.shared[request.id]
-
-    def _usable(self, leader: _Leader, shared: int) -> int:
-        """How much of what the two have in common will be stored while the leader goes on."""
-        if self._only_at_checkpoints:
-            return max((stop for stop in leader.stops if stop <= shared), default=0)
-        return shared - shared % self._block_size
 
 
 def _array(request: Request) -> Tokens:

@@ -80,6 +80,11 @@ class Line:
         return [request for request in self if now - request.waits_since > LONGEST_S]
 
     @property
+    def waiting(self) -> int:
+        """How many wait for a row; held ones wait for a prompt that has one."""
+        return len(self._interactive) + len(self._batch)
+
+    @property
     def interactive_waits(self) -> bool:
         return bool(self._interactive)
 

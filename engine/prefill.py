@@ -13,6 +13,8 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
+from omlxd.engine.rate import PrefillRate
+
 Caches = list[Any]
 
 
@@ -25,6 +27,7 @@ class Prefill:
         self._tokens = tokens
         self.caches = caches
         self.done = done
+        self.rate = PrefillRate()  # its own: a long context makes every further token dearer
 
     @property
     def remaining(self) -> int:

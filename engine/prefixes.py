@@ -9,6 +9,7 @@ none, go through the same calls and store nothing.
 from __future__ import annotations
 
 import logging
+from bisect import insort
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,7 @@ class _Kept:
     hit: Hit
     computed: int
     stored: int
-    stops: list[int]  # positions of checkpoints to come, ascending
+    stops: list[int]  # positions to come at which everything is stored, ascending
 
 
 class Prefixes:
@@ -43,6 +44,7 @@ class Prefixes:
     def __init__(self, model: Module, cache: PrefixCache | None) -> None:
         self._model = model
         self._cache = cache
+        self._stride = cache.publish_stride if cache is not None else 0
         self._live: dict[str, _Kept] = {}
 
     @property
@@ -88,13 +90,14 @@ class Prefixes:
         regular = range(CHECKPOINT_TOKENS, last, CHECKPOINT_TOKENS)
         return sorted({stop for stop in (*request.job.boundaries, *regular) if done < stop < last})
 
-    def stops(self, request: Request) -> list[int]:
-        """Where checkpoints will be taken, the prompt's end included."""
-        kept = self._live.get(request.id)
-        return [*kept.stops, request.length - 1] if kept is not None else []
+    def stop_at(self, id: str, position: int) -> None:
+        """Another request needs what is computed up to here: stores it to the token on the way."""
+        kept = self._live.get(id)
+        if kept is not None and position not in kept.stops:
+            insort(kept.stops, position)
 
     def until_stop(self, request: Request, done: int, remaining: int) -> int:
-        """How many tokens may be computed before a checkpoint is due: `remaining` if none is."""
+        """How many tokens may be computed before something is to be stored: `remaining` if nothing is."""
         kept = self._live.get(request.id)
         return kept.stops[0] - done if kept is not None and kept.stops else remaining
 
@@ -117,7 +120,7 @@ class Prefixes:
         elif position == request.length - 1:
             self._checkpoint(request, caches, position)
         else:
-            self._publish(request, caches, position - position % self.block_size)
+            self._publish(request, caches, self._whole(position))
 
     def joined(self, request: Request) -> None:
         """The last of the request's tokens has been computed too."""
@@ -131,13 +134,13 @@ class Prefixes:
         kept.computed = position
 
     def fills_a_block(self, request: Request) -> bool:
-        """Whether the row's newest token completed a block that is not stored yet."""
+        """Whether the row has drawn a block's worth of tokens that are not stored yet."""
         kept = self._live.get(request.id)
-        return kept is not None and request.length - kept.stored >= self.block_size
+        return kept is not None and request.length - kept.stored >= self._stride
 
     def while_decoding(self, request: Request, caches: Caches) -> None:
         """Stores the blocks that have filled; `caches` stand at the request's length."""
-        self._publish(request, caches, request.length - request.length % self.block_size)
+        self._publish(request, caches, self._whole(request.length))
 
     def leave(self, request: Request, caches: Caches, position: int) -> None:
         """Stores everything up to `position`, where the caches stand: the request ends, or leaves the batch."""
@@ -151,6 +154,10 @@ class Prefixes:
             kept.hit.release()
 
     # -- storing ------------------------------------------------------------------------------------------------------
+
+    def _whole(self, position: int) -> int:
+        """Up to where it is worth storing at `position`: whole blocks, but for windows that would lose rows by then."""
+        return position if self._stride < self.block_size else position - position % self.block_size
 
     def _publish(self, request: Request, caches: Caches, upto: int) -> None:
         kept = self._live.get(request.id)

@@ -6,11 +6,13 @@ at most one prefill turn and one decode of all rows, so that a turn's length is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 # Turns smaller than this cost more in starting them than they compute.
 MIN_TURN_TOKENS = 16
+# Turns are sized for this share of the time allowed: a rate is a forecast, and the bound is on what really happens.
+AIM = 0.8
 # The first turn of a model, before any rate has been measured.
 FIRST_TURN_TOKENS = 64
 
@@ -55,13 +57,15 @@ def admission(rows: Sequence[Row], limits: SchedulerLimits, *, interactive_waits
 class Prompt:
     """A prompt under way. `remaining` counts tokens to compute, the last one included, which only the first draw needs.
 
-    `until_stop` counts those before a checkpoint is due, `remaining` if none is. `last_turn` is the step of its latest
-    turn, -1 before the first. One that `warms` is computed and stored, and draws nothing: it never joins the batch.
+    `until_stop` counts those before something is to be stored, `remaining` if nothing is. `rate` is what its own turns
+    measured lately, None before the first. `last_turn` is the step of its latest turn, -1 before the first.
+    One that `warms` is computed and stored, and draws nothing: it never joins the batch.
     """
 
     id: str
     remaining: int
     until_stop: int
+    rate: float | None = None
     batch_priority: bool = False
     last_turn: int = -1
     warms: bool = False
@@ -74,7 +78,7 @@ class View:
     decoding: int
     waiting: int
     prompts: Sequence[Prompt]
-    rate: float | None = None  # prefill tokens per second, as lately measured
+    rate: float | None = None  # prefill tokens per second of prompts without a rate of their own, as lately measured
     after_long: bool = False  # the latest turn went to a prompt too long for one turn
 
 
@@ -92,20 +96,20 @@ def turn(view: View, limits: SchedulerLimits) -> Turn:
     if not view.prompts:
         return Turn()
     alone = view.decoding == 0 and view.waiting == 0 and len(view.prompts) == 1
-    budget = turn_tokens(view.rate, limits, alone=alone)
-    short = [prompt for prompt in view.prompts if _fits(prompt, budget)]
-    long = [prompt for prompt in view.prompts if not _fits(prompt, budget)]
+    budgets = {prompt.id: turn_tokens(prompt.rate or view.rate, limits, alone=alone) for prompt in view.prompts}
+    short = [prompt for prompt in view.prompts if _fits(prompt, budgets[prompt.id])]
+    long = [prompt for prompt in view.prompts if not _fits(prompt, budgets[prompt.id])]
     # Both kinds take every other turn: a short prompt waits for one turn however many long ones there are, and a
     # stream of short ones cannot starve a long one.
     if short and (view.after_long or not long):
         first = min(short, key=lambda prompt: prompt.batch_priority)
-        return Turn(join=[prompt.id for prompt in joiners(first, short, budget)])
+        return Turn(join=[prompt.id for prompt in joiners(first, short, budgets)])
     chosen = min(long, key=lambda prompt: (prompt.batch_priority, prompt.last_turn))
-    return Turn(solo=chosen.id, tokens=min(budget, chosen.until_stop, chosen.remaining - 1))
+    return Turn(solo=chosen.id, tokens=min(budgets[chosen.id], chosen.until_stop, chosen.remaining - 1))
 
 
 def _fits(prompt: Prompt, budget: int) -> bool:
-    """Whether all that is left can be computed at once: no more than the budget, and no checkpoint on the way."""
+    """Whether the prompt can enter the batch at once: no more is left than the budget, and no checkpoint on the way."""
     return not prompt.warms and prompt.remaining <= budget and prompt.until_stop >= prompt.remaining - 1
 
 
@@ -113,22 +117,22 @@ def turn_tokens(rate: float | None, limits: SchedulerLimits, *, alone: bool) -> 
     """How many tokens a turn may compute: what the rate allows in the time that others can be kept waiting."""
     if rate is None:
         return min(FIRST_TURN_TOKENS, limits.prefill_chunk)
-    allowed_ms = limits.max_chunk_ms if alone else limits.max_decode_stall_ms
+    allowed_ms = AIM * (limits.max_chunk_ms if alone else limits.max_decode_stall_ms)
     return max(MIN_TURN_TOKENS, min(int(rate * allowed_ms / 1e3), limits.prefill_chunk))
 
 
-def joiners(first: Prompt, candidates: Sequence[Prompt], budget: int) -> list[Prompt]:
-    """The short prompts that enter together with `first`: padded to the longest, they still fit the turn's budget.
+def joiners(first: Prompt, candidates: Sequence[Prompt], budgets: Mapping[str, int]) -> list[Prompt]:
+    """The short prompts that enter together with `first`: padded to the longest, they still fit everyone's budget.
 
     A prompt of one token has nothing to pad and is a group of its own with its like.
     """
-    group, longest = [first], first.remaining
+    group, longest, budget = [first], first.remaining, budgets[first.id]
     for other in sorted(candidates, key=lambda prompt: prompt.remaining):
         if other.id == first.id or (other.remaining == 1) != (first.remaining == 1):
             continue
-        width = max(longest, other.remaining)
-        if width * (len(group) + 1) > budget:
+        width, allowed = max(longest, other.remaining), min(budget, budgets[other.id])
+        if width * (len(group) + 1) > allowed:
             continue
         group.append(other)
-        longest = width
+        longest, budget = width, allowed
     return group

@@ -68,11 +68,7 @@ class Worker:
         self._clock = clock
         self.merges_rows = mergeable(new_caches(loaded.model))
         self._prefixes = Prefixes(loaded.model, loaded.cache)
-        self._following = Following(
-            clock,
-            block_size=self._prefixes.block_size,
-            only_at_checkpoints=self._prefixes.only_at_checkpoints,
-        )
+        self._following = Following(clock, block_size=self._prefixes.block_size)
         self._line = Line(clock)
         self._prompts: dict[str, tuple[Request, Prefill]] = {}  # in the order they were admitted
         self._rows: dict[str, Request] = {}  # decoding, in the order they joined
@@ -157,6 +153,7 @@ class Worker:
             hold = self._following.hold_for(request, self._prefixes.would_reuse)
             if hold is not None:
                 self._line.hold(hold)
+                self._prefixes.stop_at(hold.leader, hold.until)
                 self._meter.held()
                 self._say_waits(request)
                 continue
@@ -179,7 +176,7 @@ class Worker:
         self._prompts[request.id] = (request, prefill)
         if self._is_warm(request, prefill):
             return
-        self._following.lead(request, self._prefixes.stops(request), prefill.done)
+        self._following.lead(request, prefill.done)
 
     def _preempt(self, id: str) -> None:
         """Takes a request out of its place and back into the line; what it has computed is kept."""
@@ -209,7 +206,7 @@ class Worker:
     def _view(self) -> View:
         return View(
             decoding=len(self._rows),
-            waiting=len(self._line),
+            waiting=self._line.waiting,
             prompts=[self._prompt_view(request, prefill) for request, prefill in self._prompts.values()],
             rate=self._rate.tokens_per_s,
             after_long=self._after_long,
@@ -219,6 +216,7 @@ class Worker:
         return Prompt(
             id=request.id,
             remaining=prefill.remaining + 1,
+            rate=prefill.rate.tokens_per_s,
             until_stop=self._prefixes.until_stop(request, prefill.done, prefill.remaining + 1),
             batch_priority=self._line.defers(request),
             last_turn=self._last_turn.get(request.id, -1),
@@ -237,7 +235,9 @@ class Worker:
         prefill.advance(num_tokens)
         elapsed_s = self._clock() - began
         self._meter.prefilled(prefill.done - before, elapsed_s)
-        self._rate.measured(prefill.done - before, elapsed_s)
+        prefill.rate.measured(prefill.done - before, elapsed_s)
+        if self._rate.tokens_per_s is None:
+            self._rate.measured(prefill.done - before, elapsed_s)
         self._last_turn[request.id] = self._steps
         self._after_long = True
         self._stored(request, prefill.caches, prefill.done)
@@ -254,12 +254,18 @@ class Worker:
         # A failure while the rows enter may have left the running batch half extended: then it is rebuilt.
         self._concerned = [request for request, _ in group]
         requests = {request.id: (request, prefill) for request, prefill in group}
-        rows = [self._row(request, prefill) for request, prefill in group]
+        counts = [prefill.remaining + 1 for _, prefill in group]
         began = self._clock()
+        if len(group) == 1 and group[0][1].remaining:
+            # Alone, it is computed on its own caches, which are merged for its last token only: one copy less.
+            request, prefill = group[0]
+            prefill.advance(prefill.remaining)
+            self._stored(request, prefill.caches, prefill.done)
+        rows = [self._row(request, prefill) for request, prefill in group]
         self._batch.join(rows, lambda id, caches: self._stored(requests[id][0], caches, requests[id][0].length - 1))
         elapsed_s = self._clock() - began
-        self._meter.prefilled(sum(len(row.tokens) for row in rows), elapsed_s)
-        self._rate.measured(len(rows) * max(len(row.tokens) for row in rows), elapsed_s)
+        self._meter.prefilled(sum(counts), elapsed_s)
+        self._rate.measured(len(counts) * max(counts), elapsed_s)
         self._after_long = False
         for request, _ in group:
             self._prefixes.joined(request)
@@ -271,7 +277,7 @@ class Worker:
     def _stored(self, request: Request, caches: Caches, position: int) -> None:
         """The request's tokens have been computed up to `position`."""
         self._prefixes.after_turn(request, caches, position)
-        self._following.moved(request, self._prefixes.stored(request))
+        self._following.moved(request, computed=position, stored=self._prefixes.stored(request))
         self._report(request, min(position, len(request.job.prompt)))
 
     def _row(self, request: Request, prefill: Prefill) -> RowStart:

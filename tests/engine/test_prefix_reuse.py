@@ -307,3 +307,22 @@ def test_a_row_that_fails_by_itself_takes_nobody_with_it(name: str) -> None:
     for result in asyncio.run(main()):
         assert_is_the_cold_run(model.model, result)
         assert len(result.token_ids) == 40
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "cohere2"])
+def test_windows_smaller_than_a_block_lose_nothing_of_a_long_prompt_or_answer(name: str) -> None:
+    model = cached(name, block_size=64)  # the window is 16
+
+    async def main() -> list[GenerationResult]:
+        async with engine(model, prefill_chunk=16) as running:
+            first = await Running(running, job(tokens(100), 70, logprobs=20)).result()
+            cuts = [90, 100, 130, 165]
+            whole = [*tokens(100), *first.token_ids]
+            return [first] + [
+                await Running(running, job([*whole[:cut], *tokens(3, cut)], 5, logprobs=20)).result() for cut in cuts
+            ]
+
+    results = asyncio.run(main())
+    assert reused(results)[1:] == [90, 100, 130, 165]
+    for result in results:
+        assert_is_the_cold_run(model.model, result)

@@ -16,7 +16,7 @@ from omlxd.engine.scheduler import (
 )
 
 LIMITS = SchedulerLimits(max_batch=4, prefill_chunk=2048, max_decode_stall_ms=80, max_chunk_ms=250)
-RATE = 1000.0  # tokens per second: 80 tokens a turn while others wait, 250 alone
+RATE = 1250.0  # tokens per second, of which AIM counts: 80 tokens a turn while others wait, 250 alone
 
 
 def prompt(id: str, remaining: int, until_stop: int | None = None, **others: int | bool) -> Prompt:
@@ -87,6 +87,12 @@ def test_a_short_prompt_waits_for_one_turn_of_a_long_one_however_many_there_are(
     short = prompt("s", 30)
     assert turn(view(*long, short, after_long=True), LIMITS).join == ["s"]
     assert turn(view(*long, short, after_long=False), LIMITS).solo == "l0"
+
+
+def test_a_prompt_that_is_slower_than_others_gets_shorter_turns() -> None:
+    slow = Prompt("slow", 5000, 5000, rate=250.0)
+    assert turn(view(slow, decoding=1), LIMITS) == Turn(solo="slow", tokens=16)
+    assert turn(view(prompt("fast", 5000), decoding=1), LIMITS).tokens == 80
 
 
 def test_long_prompts_take_turns() -> None:

@@ -1,4 +1,4 @@
-"""Many clients at once: whatever comes, goes and overlaps, each finished answer is its cold run, and nothing is left."""
+"""Many clients at once: whatever overlaps, comes or goes, each finished answer is its cold run; nothing is left."""
 
 from __future__ import annotations
 
