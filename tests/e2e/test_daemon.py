@@ -88,7 +88,10 @@ def test_an_unloaded_model_gives_its_memory_back_and_loads_again(daemon: Daemon)
     daemon.call("models.load", model="tiny")
     gone = daemon.call("models.unload", model="tiny")
     assert gone["freed_bytes"] >= os.path.getsize(daemon.models / "tiny" / "model.safetensors") * 0.9
-    assert daemon.call("generate.complete", model="tiny", prompt="x", max_tokens=1)["finish_reason"] == "length"
+    assert (
+        daemon.call("generate.complete", model="tiny", prompt="x", max_tokens=1, ignore_eos=True)["finish_reason"]
+        == "length"
+    )
 
 
 def test_unloading_now_ends_the_models_requests_with_cancelled(daemon: Daemon) -> None:
@@ -113,7 +116,7 @@ def test_a_name_that_is_nearly_right_is_answered_with_the_right_one(daemon: Daem
 def test_a_prompt_over_the_context_is_refused_with_both_numbers(daemon: Daemon) -> None:
     error = refusal(daemon, "generate.complete", model="tiny", prompt=[1] * 512)
     assert (error.code, error.data["tokens"], error.data["limit"]) == (-32014, 512, 512)
-    assert daemon.call("generate.complete", model="tiny", prompt=[1] * 511, max_tokens=9)["usage"] == {
+    assert daemon.call("generate.complete", model="tiny", prompt=[1] * 511, max_tokens=9, ignore_eos=True)["usage"] == {
         "prompt_tokens": 511,
         "cached_tokens": 0,
         "completion_tokens": 1,
@@ -144,7 +147,12 @@ def test_a_chat_without_a_template_is_unsupported_and_complete_works(daemon: Dae
     write("llama", daemon.models / "bare", chat_template=None)
     error = refusal(daemon, "generate.chat", model="bare", messages=[{"role": "user", "content": "x"}])
     assert (error.code, error.data["what"]) == (-32021, "chat")
-    assert daemon.call("generate.complete", model="bare", prompt="x", max_tokens=2)["usage"]["completion_tokens"] == 2
+    assert (
+        daemon.call("generate.complete", model="bare", prompt="x", max_tokens=2, ignore_eos=True)["usage"][
+            "completion_tokens"
+        ]
+        == 2
+    )
 
 
 def test_broken_models_are_listed_with_their_reason_and_harm_nobody(daemon: Daemon) -> None:
@@ -160,7 +168,7 @@ def test_broken_models_are_listed_with_their_reason_and_harm_nobody(daemon: Daem
         assert listed[name]["state"] == "FAILED"
         assert listed[name]["error"]
         assert refusal(daemon, "models.load", model=name).code in (-32011, -32021)
-    assert daemon.call("generate.complete", model="tiny", prompt="x", max_tokens=1)["text"]
+    assert daemon.call("generate.complete", model="tiny", prompt="x", max_tokens=1, ignore_eos=True)["text"]
 
 
 def change_config(daemon: Daemon, name: str, **changes: Any) -> None:
@@ -258,7 +266,7 @@ def test_after_kill_9_the_next_daemon_serves_at_the_same_socket(daemon: Daemon) 
             call.result()
     assert os.path.exists(daemon.home.socket)
     daemon.start()
-    assert daemon.call("generate.complete", model="tiny", prompt="x", max_tokens=1)["text"]
+    assert daemon.call("generate.complete", model="tiny", prompt="x", max_tokens=1, ignore_eos=True)["text"]
 
 
 def test_a_daemon_stopped_for_a_while_goes_on_as_if_nothing_had_been(daemon: Daemon) -> None:

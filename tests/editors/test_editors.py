@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -78,7 +79,9 @@ def shell(daemon: Daemon, tmp_path: Path) -> Shell:
     commands = tmp_path / "bin"
     commands.mkdir()
     omlxctl = commands / "omlxctl"
-    omlxctl.write_text(f"#!{sys.executable}\nimport sys\nfrom omlxd.cli.main import main\nsys.exit(main())\n")
+    run = "import sys; from omlxd.cli.main import main; sys.exit(main())"
+    # Not Python in the first line: that may not hold a space, nor more than some hundred bytes.
+    omlxctl.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(run)} "$@"\n')
     omlxctl.chmod(0o755)
     path = os.pathsep.join([str(commands), os.environ["PATH"]])
     return Shell(tmp_path, {**daemon.home.env, "PATH": path, "LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"})
