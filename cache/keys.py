@@ -69,7 +69,7 @@ def chain(root: bytes, tokens: bytes, media: Sequence[MediaSpan], block_size: in
         part = tokens[offset : offset + width]
         start = offset // TOKEN_BYTES
         spans = touching(media, start, start + len(part) // TOKEN_BYTES)
-        key = _key(key, part, spans)
+        key = block_key(key, part, spans)
         specs.append(BlockSpec(key, start, part, spans))
     return specs
 
@@ -79,7 +79,8 @@ def touching(media: Sequence[MediaSpan], start: int, stop: int) -> tuple[MediaSp
     return tuple(span for span in media if span.start < stop and span.stop > start) if media else ()
 
 
-def _key(parent: bytes, tokens: bytes, spans: tuple[MediaSpan, ...]) -> bytes:
+def block_key(parent: bytes, tokens: bytes, spans: Sequence[MediaSpan]) -> bytes:
+    """The key of the block of these tokens after the one whose key is `parent`; `spans` are those that touch it."""
     # Every part is preceded by its length, so that no two different inputs concatenate to the same bytes.
     digest = blake2b(parent, digest_size=32, person=b"omlxd block")
     digest.update(len(tokens).to_bytes(8, "little") + tokens)
@@ -87,6 +88,13 @@ def _key(parent: bytes, tokens: bytes, spans: tuple[MediaSpan, ...]) -> bytes:
         digest.update(span.start.to_bytes(8, "little") + span.stop.to_bytes(8, "little"))
         digest.update(len(span.digest).to_bytes(8, "little") + span.digest)
     return digest.digest()
+
+
+def first_tokens(parent: bytes, spec: BlockSpec, stop: int) -> BlockSpec:
+    """The partial block, after the same `parent`, that ends at position `stop` of the sequence."""
+    tokens = spec.tokens[: (stop - spec.start) * TOKEN_BYTES]
+    spans = touching(spec.spans, spec.start, stop)
+    return BlockSpec(block_key(parent, tokens, spans), spec.start, tokens, spans)
 
 
 def common_run(one: bytes, other: bytes) -> int:

@@ -8,7 +8,7 @@ out belong to the caller, and nothing done to them reaches what is stored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -40,6 +40,16 @@ class CacheStats:
     checkpoints: int
     nbytes: int
     pinned_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A prompt's blocks: the first `blocks` are in memory, and `position` of at most `limit` tokens are usable."""
+
+    specs: Sequence[BlockSpec]
+    position: int
+    blocks: int
+    limit: int
 
 
 class Hit:
@@ -83,6 +93,7 @@ class PrefixCache:
         self._root = root
         self._layout = layout
         self._tier = tier
+        self._store = store
         self._tree = PrefixTree(tier, block_size, needs=layout.needs, recurrent=self.recurrent)
         self._writer = Writer(root=root, layout=layout, tier=tier, tree=self._tree, block_size=block_size, store=store)
         self._counts = _Counts()
@@ -108,6 +119,13 @@ class PrefixCache:
         with self._tier.lock:
             return self._tree.match(specs, media, self._limit(tokens)).position
 
+    def standing(self, tokens: Sequence[int], media: Sequence[MediaSpan] = ()) -> Standing:
+        """What `lookup` would find in memory now, for a colder tier to go on from. Counts and pins nothing."""
+        specs = self._specs(tokens, media)
+        with self._tier.lock:
+            position = self._tree.match(specs, media, self._limit(tokens)).position
+            return Standing(specs, position, len(self._tree.path(specs)), self._limit(tokens))
+
     def lookup(self, tokens: Sequence[int], media: Sequence[MediaSpan] = ()) -> Hit:
         """Caches for the longest stored prefix of at most len(tokens) - 1 tokens: one is left to compute logits from.
 
@@ -125,6 +143,8 @@ class PrefixCache:
         finally:
             if not done:
                 self.release(_entries(match))
+        if self._store is not None and match.blocks:
+            self._store.used(block.spec.key for block in match.blocks)
         self._counts.lookups += 1
         self._counts.lookup_tokens += len(tokens)
         self._counts.hits += match.position > 0
@@ -197,6 +217,13 @@ class PrefixCache:
         is no room, are left out. Returns how many were taken.
         """
         return self._writer.adopt(tokens, records, media)
+
+    def records(self, names: Collection[tuple[bool, bytes]]) -> list[StoredBlock | StoredCheckpoint]:
+        """Those of the named blocks and checkpoints (whether it is one, and its key) that are here, parents first.
+
+        For any thread: their arrays are evaluated.
+        """
+        return self._writer.records(names)
 
     def release(self, entries: Sequence[Block | Checkpoint]) -> None:
         """Ends the pins of a hit, and evicts what had no room but for them."""

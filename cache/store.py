@@ -7,7 +7,7 @@ read them, and nobody writes into them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,4 +39,8 @@ class BlockStore(Protocol):
 
     def offer(self, record: StoredBlock | StoredCheckpoint) -> None:
         """Something was published. Returns at once; a store that is too busy to keep it counts that itself."""
+        ...
+
+    def used(self, keys: Iterable[bytes]) -> None:
+        """The blocks of these keys answered for a prompt. Returns at once."""
         ...

@@ -37,6 +37,7 @@ class Block:
     pins: int = 0
     last_use: int = 0
     alive: bool = True
+    computed: bool = False  # its arrays are evaluated: any thread may read them
 
     @property
     def is_leaf(self) -> bool:
@@ -50,6 +51,7 @@ class Block:
         """Gives the block its arrays; `gaps` are then the leaves that lack rows, and of which positions."""
         start = self.spec.start
         self.pieces = pieces
+        self.computed = False
         self.nbytes = block_nbytes(self.spec, pieces)
         self.gaps = tuple(
             (index, range(start + piece.gap.start, start + piece.gap.stop))

@@ -7,14 +7,14 @@ builds on is pinned. Caches are read and left as they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from omlxd.cache.errors import CacheInvariantError
 from omlxd.cache.hot import Entry, HotTier
-from omlxd.cache.keys import BlockSpec, MediaSpan, chain, pack
+from omlxd.cache.keys import BlockSpec, MediaSpan, chain, first_tokens, pack
 from omlxd.cache.layouts import Held, Leaf, ModelLayout, State
 from omlxd.cache.pieces import Piece, completed, cut
 from omlxd.cache.store import BlockStore, StoredBlock, StoredCheckpoint
@@ -180,6 +180,9 @@ class Writer:
                 with self._tier.lock:
                     self._tree.clear()
         self.counts.blocks += len(changed)
+        with self._tier.lock:
+            for block in changed:
+                block.computed = True
         if self._store is not None:
             for block in changed:
                 self._store.offer(StoredBlock(self._parent_key(block), block.spec, block.pieces))
@@ -245,6 +248,7 @@ class Writer:
         fits, gone = self._tier.make_room_locked(block_nbytes(record.spec, record.pieces))
         if fits:
             block = self._tree.link(path[:at], record.spec, record.pieces)
+            block.computed = True
             path[at:] = [block]
             self._pin(pinned, [block])
         return gone
@@ -261,6 +265,19 @@ class Writer:
             self._pin(pinned, [self._tree.attach(block, record.spec, record.states, nbytes)])
         self._tier.unpin_locked(block)
         return gone
+
+    def records(self, names: Collection[tuple[bool, bytes]]) -> list[StoredBlock | StoredCheckpoint]:
+        found: list[StoredBlock | StoredCheckpoint] = []
+        with self._tier.lock:
+            for block in self._tree.blocks():
+                parent = self._parent_key(block)
+                if block.computed and (False, block.spec.key) in names:
+                    found.append(StoredBlock(parent, block.spec, block.pieces))
+                for checkpoint in block.checkpoints.values() if names else ():
+                    spec = first_tokens(parent, block.spec, checkpoint.position)
+                    if (True, spec.key) in names:
+                        found.append(StoredCheckpoint(parent, spec, checkpoint.states))
+        return found
 
     def _pin(self, pinned: list[Block | Checkpoint], entries: Sequence[Block | Checkpoint]) -> None:
         for entry in entries:

@@ -7,7 +7,7 @@ checked exactly, for any layout, in microseconds.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
 import mlx_lm.models.cache as lm
@@ -49,6 +49,9 @@ class Shelf:
 
     def offer(self, record: StoredBlock | StoredCheckpoint) -> None:
         self.records.append(record)
+
+    def used(self, keys: Iterable[bytes]) -> None:
+        """It forgets nothing, whatever is used."""
 
 
 def new_cache(

@@ -1,0 +1,269 @@
+"""The SSD tier: blocks and checkpoints of all models on disk, so that a restart, a crash or a reboot loses no prefix.
+
+`SsdStore` is made once by the daemon; `ModelStore` is what one model's cache and engine use of it. All methods return
+at once or run on the tier's own threads (one writer, a few readers) and give futures, except `close`. Whatever the disk
+does, a prompt is computed as if nothing were stored: a failure here is a miss, counted here.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from omlxd.cache.disk import Disk
+from omlxd.cache.errors import CacheError
+from omlxd.cache.prefix import Standing
+from omlxd.cache.ssd_format import BadFile, Model, Record, decode
+from omlxd.cache.ssd_index import BLOCK, CHECKPOINT, Entry, Lookup, Totals
+from omlxd.cache.ssd_plan import Plan, Planner, Step
+from omlxd.cache.ssd_queue import WriteQueue
+from omlxd.cache.ssd_sweep import quarantine
+from omlxd.cache.ssd_volume import Place, Unavailable, Volume
+from omlxd.cache.ssd_writer import Condition, Limits, Source, Writer
+from omlxd.cache.store import StoredBlock, StoredCheckpoint
+
+log = logging.getLogger(__name__)
+
+READERS = 4
+QUEUE_BYTES = 256 << 20
+MOST_BAD_REMEMBERED = 1000
+T = TypeVar("T")
+
+
+class Unreadable(CacheError):
+    """A record that was planned is not to be had: its file has gone, or is bad and has been put aside."""
+
+
+@dataclass(frozen=True, slots=True)
+class SsdStats:
+    """The tier in one reading. `state` is "opening", "on", "paused" or "read_only", `reason` why if not on."""
+
+    state: str
+    reason: str | None
+    used_bytes: int
+    max_bytes: int
+    queued_bytes: int
+    counts: Mapping[str, int]
+
+
+class SsdStore:
+    """Owns the threads, the queue and the directory."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        memo: Path,
+        max_bytes: int,
+        min_free_bytes: int,
+        queue_bytes: int = QUEUE_BYTES,
+        disk: Disk | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`memo` is a file outside of the directory, on the disk that is always there; its folder exists."""
+        self._disk = disk or Disk()
+        self._place = Place(directory, memo)
+        self._max_bytes = max_bytes
+        self._queue = WriteQueue(queue_bytes)
+        self._writer = Writer(
+            self._place,
+            Limits(max_bytes, min_free_bytes),
+            self._queue,
+            disk=self._disk,
+            clock=clock,
+            opened=self._opened,
+        )
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="cache-reader")
+        self._lookup_lock = threading.Lock()
+        self._lookup: Lookup | None = None
+        self._counts_lock = threading.Lock()
+        self._read_counts: Counter[str] = Counter()
+        self._bad: dict[bytes, None] = {}
+        self._writer.start()
+
+    # -- for the daemon -----------------------------------------------------------------------------------------------
+
+    def view(self, model: Model) -> ModelStore:
+        return ModelStore(self, model)
+
+    def feed_from(self, model: Model, source: Source) -> None:
+        """`source` gives, on any thread, those of the named records that are in memory."""
+        self._writer.sources[model.identity] = (model, source)
+
+    def stats(self) -> SsdStats:
+        condition: Condition = self._writer.condition
+        with self._counts_lock:
+            counts = Counter(dict(self._writer.counts)) + self._read_counts
+        return SsdStats(
+            state=condition.state,
+            reason=condition.reason,
+            used_bytes=condition.used_bytes,
+            max_bytes=self._max_bytes,
+            queued_bytes=self._queue.waiting_bytes,
+            counts=counts,
+        )
+
+    def totals(self) -> Mapping[bytes, Totals]:
+        """What each model has on disk, by identity; nothing while the disk cannot be asked."""
+        found = self._look(lambda lookup: lookup.totals()) or {}
+        return {bytes.fromhex(identity): totals for identity, totals in found.items()}
+
+    def close(self, within_s: float) -> int:
+        """Writes what waits, for at most so long, and ends the threads; returns how many records were not written."""
+        dropped = self._writer.close(within_s)
+        self._readers.shutdown(wait=False, cancel_futures=True)
+        with self._lookup_lock:
+            if self._lookup is not None:
+                self._lookup.close()
+        if dropped:
+            log.warning("stopped before %d blocks of the cache were on disk; they will be computed again", dropped)
+        return dropped
+
+    def settled(self, timeout_s: float) -> bool:
+        """Waits until index and files have been compared since the directory was opened, or cannot be."""
+        return self._writer.swept.wait(timeout_s)
+
+    def run(self, errand: Callable[[Volume], T]) -> Future[T]:
+        """Does something with the directory, on the writer thread. May raise Unavailable, OSError, sqlite3.Error."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                done.set_result(errand(self._writer.volume))
+            except (CacheError, OSError, sqlite3.Error) as error:
+                done.set_exception(error)
+
+        self._queue.run(run)
+        return done
+
+    def written(self) -> Future[None]:
+        """Done when everything offered so far has been written, refused or dropped."""
+        done: Future[None] = Future()
+        self._queue.run(lambda: self._writer.tell_when_idle(done))
+        return done
+
+    # -- for the views ------------------------------------------------------------------------------------------------
+
+    def offer(self, model: Model, record: Record) -> None:
+        self._queue.offer(model, record)
+
+    def used(self, keys: Iterable[bytes]) -> None:
+        self._queue.used(keys)
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Runs on a reader thread."""
+        return self._readers.submit(work)
+
+    def plan(self, model: Model, standing: Standing) -> Plan:
+        """On a reader thread; an empty plan where the disk cannot be asked."""
+        plan = self._look(lambda lookup: Planner(model, lookup, self._queue).plan(standing))
+        return plan or Plan(position=standing.position)
+
+    def read(self, model: Model, step: Step) -> Record:
+        """On a reader thread. Raises Unreadable."""
+        if step.record is not None:
+            return step.record
+        path = self._place.file(model.identity.hex(), step.kind, step.key)
+        try:
+            data = self._disk.read(path)
+            record = decode(data, model, step.key)
+            if isinstance(record, StoredCheckpoint) != (step.kind == CHECKPOINT):
+                raise BadFile("it is of another kind than its name says")
+        except FileNotFoundError as error:
+            self._gone(model, step, "lost")
+            raise Unreadable("its file has gone") from error
+        except OSError as error:
+            self._count("unreadable")
+            self._queue.run(self._writer.check)
+            raise Unreadable(error.strerror or "it cannot be read") from error
+        except BadFile as bad:
+            log.warning("a bad block file is put aside: %s: %s", path.name, bad.reason)
+            self._gone(model, step, "incompatible" if bad.other_schema else "bad")
+            raise Unreadable(bad.reason) from bad
+        with self._counts_lock:
+            self._read_counts["read"] += 1
+            self._read_counts["read_bytes"] += len(data)
+        return record
+
+    def is_bad(self, key: bytes) -> bool:
+        """Whether the file of this key was found to be bad since the start."""
+        return key in self._bad
+
+    def _gone(self, model: Model, step: Step, what: str) -> None:
+        self._count(what)
+        if what == "bad" and len(self._bad) < MOST_BAD_REMEMBERED:
+            self._bad[step.key] = None
+
+        def forget(volume: Volume) -> None:
+            entry = volume.index.find(model.identity.hex(), step.kind, step.key)
+            path = self._place.file(model.identity.hex(), step.kind, step.key)
+            if entry is not None:
+                volume.index.remove(entry)
+            if what != "lost" and path.exists():
+                quarantine(self._place.directory, self._disk, path)
+
+        self.run(forget)
+
+    def _count(self, what: str) -> None:
+        with self._counts_lock:
+            self._read_counts[what] += 1
+
+    def _look(self, question: Callable[[Lookup], T]) -> T | None:
+        """Asks the index, through a connection that is made anew after a failure."""
+        with self._lookup_lock:
+            try:
+                if self._lookup is None:
+                    self._lookup = Lookup(self._place.index)
+                return question(self._lookup)
+            except sqlite3.Error:
+                lookup, self._lookup = self._lookup, None
+                if lookup is not None:
+                    lookup.close()
+                self._count("index_failures")
+                return None
+
+    def _opened(self, volume: Volume) -> None:
+        """The directory was opened (again): what was connected to another file of that name is let go."""
+        with self._lookup_lock:
+            if self._lookup is not None:
+                self._lookup.close()
+                self._lookup = None
+
+
+class ModelStore:
+    """One model's view of the tier: `cache.store.BlockStore`, and the way back."""
+
+    def __init__(self, store: SsdStore, model: Model) -> None:
+        self.store = store
+        self.model = model
+
+    def feed_from(self, source: Source) -> None:
+        """Where records are to be had again that the queue had no room for."""
+        self.store.feed_from(self.model, source)
+
+    def offer(self, record: StoredBlock | StoredCheckpoint) -> None:
+        self.store.offer(self.model, record)
+
+    def used(self, keys: Iterable[bytes]) -> None:
+        self.store.used(keys)
+
+    def plan(self, standing: Standing) -> Future[Plan]:
+        """What the disk has beyond what stands in memory."""
+        return self.store.submit(lambda: self.store.plan(self.model, standing))
+
+    def read(self, step: Step) -> Future[Record]:
+        """One step's record; raises Unreadable."""
+        return self.store.submit(lambda: self.store.read(self.model, step))
+
+
+__all__ = ["BLOCK", "CHECKPOINT", "Entry", "ModelStore", "SsdStats", "SsdStore", "Unavailable", "Unreadable"]

@@ -1,0 +1,129 @@
+"""What the SSD tier has of a prompt beyond what is in memory, and which files bring it there.
+
+Called on the tier's reader threads, one lookup connection at a time; raises sqlite3.Error. Finds what the prefix tree
+would find: the longest chain of blocks, of the block after it the run of first tokens, and for a model with recurrent
+state the last checkpoint in that. What still waits to be written is found too, and needs no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from omlxd.cache.keys import BlockSpec, common_run, first_tokens
+from omlxd.cache.prefix import Standing
+from omlxd.cache.ssd_format import Model, Record
+from omlxd.cache.ssd_index import BLOCK, CHECKPOINT, Entry, Lookup
+from omlxd.cache.ssd_queue import WriteQueue
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One record on the way: a file, or one that has not been written yet. `num_tokens` are those it brings."""
+
+    kind: int
+    key: bytes
+    num_tokens: int
+    nbytes: int
+    record: Record | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Read in order, `steps` make the first `position` tokens usable, at best: a file may turn out to be bad.
+
+    `stored` are the packed tokens of the block in which the prompt's stored tokens end, and `reach` is where they do.
+    """
+
+    steps: Sequence[Step] = ()
+    position: int = 0
+    reach: int = 0
+    stored: bytes = b""
+
+
+class Planner:
+    """Plans for one model."""
+
+    def __init__(self, model: Model, lookup: Lookup, queue: WriteQueue) -> None:
+        self._model = model
+        self._identity = model.identity.hex()
+        self._lookup = lookup
+        self._queue = queue
+
+    def plan(self, standing: Standing) -> Plan:
+        """Nothing to do where memory is as good as the disk."""
+        specs = standing.specs
+        parent = specs[standing.blocks - 1].key if standing.blocks else self._model.identity
+        path: list[Step] = []
+        for spec in specs[standing.blocks :]:
+            step = self._step(BLOCK, spec.key)
+            if step is None:
+                break
+            path.append(step)
+            parent = spec.key
+        depth = standing.blocks + len(path)
+        last, run, stored = self._next(specs[depth], parent) if depth < len(specs) else (None, 0, b"")
+        reach = (specs[depth].start if depth < len(specs) else specs[-1].stop) + run if specs else 0
+        if self._model.recurrent:
+            return self._to_checkpoint(standing, path, (last, run), reach=reach, stored=stored)
+        position = min(standing.limit, reach)
+        if position <= standing.position:
+            return Plan((), standing.position, reach, stored)
+        return Plan([*path, *([last] if last is not None else [])], position, reach, stored)
+
+    def _to_checkpoint(
+        self, standing: Standing, path: list[Step], last: tuple[Step | None, int], *, reach: int, stored: bytes
+    ) -> Plan:
+        specs, step, run = standing.specs, *last
+        depth = standing.blocks + len(path)
+        for level in range(min(depth, len(specs) - 1), -1, -1):
+            spec = specs[level]
+            stop = min(standing.limit, spec.start + run if level == depth else spec.stop)
+            if stop <= standing.position:
+                break
+            parent = specs[level - 1].key if level else self._model.identity
+            found = self._checkpoint(parent, spec, max(standing.position, spec.start) + 1, stop)
+            if found is None:
+                continue
+            position, checkpoint = found
+            blocks = path[: max(0, level + 1 - standing.blocks)]
+            if level == depth and step is not None:
+                blocks = [*path, step]
+            return Plan([*blocks, checkpoint], position, reach, stored)
+        return Plan((), standing.position, reach, stored)
+
+    def _checkpoint(self, parent: bytes, spec: BlockSpec, first: int, stop: int) -> tuple[int, Step] | None:
+        """The last checkpoint at a position from `first` to `stop`, within the block."""
+        keys = {first_tokens(parent, spec, position).key: position for position in range(first, stop + 1)}
+        waiting = [key for key in keys if self._queue.find(self._model.identity, (CHECKPOINT, key)) is not None]
+        entry = self._lookup.checkpoint(self._identity, list(keys)) if keys else None
+        best = max([*waiting, *([entry.key] if entry else [])], key=lambda key: keys[key], default=None)
+        step = self._step(CHECKPOINT, best) if best is not None else None
+        return (keys[best], step) if best is not None and step is not None else None
+
+    def _step(self, kind: int, key: bytes) -> Step | None:
+        record = self._queue.find(self._model.identity, (kind, key))
+        if record is not None:
+            return Step(kind, key, record.spec.num_tokens, 0, record)
+        if kind == BLOCK:
+            return _step_of(self._lookup.block(self._identity, key))
+        return _step_of(self._lookup.checkpoint(self._identity, [key]))
+
+    def _next(self, spec: BlockSpec, parent: bytes) -> tuple[Step | None, int, bytes]:
+        """The block that shares the most first tokens with `spec`, how many, and its tokens."""
+        if spec.spans:
+            return None, 0, b""  # a block with pictures is the same or another
+        best: tuple[Step | None, int, bytes] = (None, 0, b"")
+        for entry in self._lookup.alike(self._identity, parent, spec.tokens):
+            run = common_run(entry.tokens, spec.tokens)
+            if run > best[1]:
+                best = (_step_of(entry), run, entry.tokens)
+        waiting = self._queue.alike(self._model.identity, parent, spec.tokens)
+        if waiting is not None and not waiting.spec.spans and common_run(waiting.spec.tokens, spec.tokens) > best[1]:
+            run, own = common_run(waiting.spec.tokens, spec.tokens), waiting.spec
+            best = (Step(BLOCK, own.key, own.num_tokens, 0, waiting), run, own.tokens)
+        return best
+
+
+def _step_of(entry: Entry | None) -> Step | None:
+    return None if entry is None else Step(entry.kind, entry.key, entry.num_tokens, entry.nbytes)

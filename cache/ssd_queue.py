@@ -1,0 +1,202 @@
+"""What waits to be written: records, keys that were used, and errands, on their way to the writer thread.
+
+Any thread puts in and returns at once; the writer alone takes out. Records are bounded in bytes: one that finds the
+queue full is refused and noted as missed, to be asked for again when the writer has nothing better to do. Until a
+record is written (or given up) it can be found here, so that what memory has just dropped is not lost in between.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from omlxd.cache.keys import common_run
+from omlxd.cache.ssd_format import Model, Record
+from omlxd.cache.ssd_index import BLOCK, CHECKPOINT
+from omlxd.cache.store import StoredBlock, StoredCheckpoint
+
+MOST_MISSED = 100_000
+Name = tuple[int, bytes]  # kind and key
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A record to be written, for a model."""
+
+    model: Model
+    record: Record
+
+
+class WriteQueue:
+    """The queue. `errands` are the writer's other work: never refused, for each is somebody's one request."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._changed = threading.Condition()
+        self._jobs: OrderedDict[tuple[bytes, Name], Job] = OrderedDict()
+        self._writing: Job | None = None
+        self._bytes = 0
+        self._errands: list[Callable[[], None]] = []
+        self._used: dict[bytes, None] = {}
+        self._missed: dict[tuple[bytes, Name], None] = {}
+
+    # -- any thread ---------------------------------------------------------------------------------------------------
+
+    def offer(self, model: Model, record: Record, *, always: bool = False) -> bool:
+        """Whether it was taken; `always` knows no bound. One that is there already is replaced: the newer is better."""
+        name = (model.identity, name_of(record))
+        size = nbytes(record)
+        with self._changed:
+            there = self._jobs.pop(name, None)
+            self._bytes -= nbytes(there.record) if there else 0
+            if not always and self._bytes + size > self._max_bytes:
+                self._miss(name)
+                return False
+            self._jobs[name] = Job(model, record)
+            self._bytes += size
+            self._missed.pop(name, None)
+            self._changed.notify()
+            return True
+
+    def used(self, keys: Iterable[bytes]) -> None:
+        with self._changed:
+            if not self._used:
+                self._changed.notify()
+            self._used.update(dict.fromkeys(keys))
+
+    def run(self, errand: Callable[[], None]) -> None:
+        with self._changed:
+            self._errands.append(errand)
+            self._changed.notify()
+
+    def find(self, identity: bytes, name: Name) -> Record | None:
+        with self._changed:
+            job = self._jobs.get((identity, name)) or self._current(identity, name)
+            return job.record if job else None
+
+    def alike(self, identity: bytes, parent: bytes, tokens: bytes) -> StoredBlock | None:
+        """The waiting block after `parent` that shares the most first tokens, if any shares one."""
+        with self._changed:
+            waiting = [*self._jobs.values(), *([self._writing] if self._writing else [])]
+        near = [
+            job.record
+            for job in waiting
+            if isinstance(job.record, StoredBlock) and job.model.identity == identity and job.record.parent == parent
+        ]
+        best = max(near, key=lambda record: common_run(record.spec.tokens, tokens), default=None)
+        return best if best is not None and common_run(best.spec.tokens, tokens) else None
+
+    def _current(self, identity: bytes, name: Name) -> Job | None:
+        job = self._writing
+        return job if job and job.model.identity == identity and name_of(job.record) == name else None
+
+    @property
+    def waiting_bytes(self) -> int:
+        with self._changed:
+            return self._bytes
+
+    @property
+    def length(self) -> int:
+        with self._changed:
+            return len(self._jobs) + (self._writing is not None)
+
+    @property
+    def left(self) -> int:
+        """How many records have not been written, refused ones included."""
+        with self._changed:
+            return len(self._jobs) + len(self._missed) + (self._writing is not None)
+
+    # -- the writer ---------------------------------------------------------------------------------------------------
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Sleeps until there is something to do, or for so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._errands or self._used or self._missed, timeout_s)
+
+    def rest(self, timeout_s: float) -> None:
+        """Sleeps for so long, unless a record or an errand comes."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._errands, timeout_s)
+
+    def next_job(self) -> Job | None:
+        """The oldest record. It can still be found until `done`."""
+        with self._changed:
+            if not self._jobs:
+                return None
+            _, self._writing = self._jobs.popitem(last=False)
+            return self._writing
+
+    def done(self) -> None:
+        with self._changed:
+            if self._writing is not None:
+                self._bytes -= nbytes(self._writing.record)
+            self._writing = None
+
+    def miss(self) -> None:
+        """The record could not be written now; it is noted, as if it had been refused."""
+        with self._changed:
+            if self._writing is not None:
+                self._bytes -= nbytes(self._writing.record)
+                self._miss((self._writing.model.identity, name_of(self._writing.record)))
+            self._writing = None
+
+    def _miss(self, name: tuple[bytes, Name]) -> None:
+        if len(self._missed) < MOST_MISSED:
+            self._missed[name] = None
+        self._changed.notify()
+
+    def note_missed(self, identity: bytes, names: Iterable[Name]) -> None:
+        with self._changed:
+            for name in names:
+                self._miss((identity, name))
+
+    def next_errand(self) -> Callable[[], None] | None:
+        with self._changed:
+            return self._errands.pop(0) if self._errands else None
+
+    def take_used(self) -> list[bytes]:
+        with self._changed:
+            used, self._used = list(self._used), {}
+            return used
+
+    def take_missed(self, identity: bytes) -> set[Name]:
+        """What was refused of one model; it is not noted any longer."""
+        with self._changed:
+            mine = [one for one in self._missed if one[0] == identity]
+            for one in mine:
+                del self._missed[one]
+            return {name for _, name in mine}
+
+    @property
+    def has_missed(self) -> bool:
+        with self._changed:
+            return bool(self._missed)
+
+    def drop_model(self, identity: bytes) -> int:
+        """Forgets what waits for one model; returns how many records."""
+        with self._changed:
+            mine = [name for name in self._jobs if name[0] == identity]
+            for name in mine:
+                self._bytes -= nbytes(self._jobs.pop(name).record)
+            for name in [one for one in self._missed if one[0] == identity]:
+                del self._missed[name]
+            return len(mine)
+
+    def forget_missed(self) -> int:
+        """Gives up what nobody could be asked for; returns how many records."""
+        with self._changed:
+            count = len(self._missed)
+            self._missed.clear()
+            return count
+
+
+def name_of(record: Record) -> Name:
+    return CHECKPOINT if isinstance(record, StoredCheckpoint) else BLOCK, record.spec.key
+
+
+def nbytes(record: Record) -> int:
+    if isinstance(record, StoredCheckpoint):
+        return sum(slot.nbytes for state in record.states for slot in state if slot is not None)
+    return sum(piece.nbytes for piece in record.pieces) + len(record.spec.tokens)

@@ -1,0 +1,361 @@
+"""The writer thread of the SSD tier: the only one that changes the directory, its index and its recency.
+
+It takes records from the queue, makes room for them and writes them; with nothing to write it sets index and files
+straight, and asks the caches again for what they could not hand over while the queue was full. A failing disk pauses
+it: what is offered meanwhile stays in memory only, and the directory is tried again from time to time.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import sqlite3
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from omlxd.cache.disk import Disk
+from omlxd.cache.ssd_format import BadFile, Model, Record, encode, missing_rows
+from omlxd.cache.ssd_index import ALIEN, BLOCK, CHECKPOINT, Entry, entry_of
+from omlxd.cache.ssd_queue import Job, Name, WriteQueue, name_of
+from omlxd.cache.ssd_sweep import sweep
+from omlxd.cache.ssd_volume import Place, ReadOnly, Unavailable, Volume
+from omlxd.cache.store import StoredCheckpoint
+
+log = logging.getLogger(__name__)
+
+RETRY_S = (2.0, 5.0, 15.0, 60.0)  # after a failure; the last one for good
+SETTLE_S = 0.5  # how long uses gather before they are written down
+
+Source = Callable[[set[Name]], Sequence[Record]]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bytes that all models' files may have together, and that the disk must keep free."""
+
+    max_bytes: int
+    min_free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """How the tier is: "opening", "on", "paused" (it is tried again) or "read_only", and why if not on."""
+
+    state: str = "opening"
+    reason: str | None = None
+    used_bytes: int = 0
+
+
+class Writer:
+    """Owns the volume. `condition` and `counts` are what others may read; `sources` they may add to."""
+
+    def __init__(
+        self,
+        place: Place,
+        limits: Limits,
+        queue: WriteQueue,
+        *,
+        disk: Disk,
+        clock: Callable[[], float],
+        opened: Callable[[Volume], None],
+    ) -> None:
+        """`opened` is called on the thread whenever the directory has been opened. `clock` gives Unix seconds."""
+        self.condition = Condition()
+        self.counts: Counter[str] = Counter()
+        self.sources: dict[bytes, tuple[Model, Source]] = {}
+        self.swept = threading.Event()
+        self._place = place
+        self._limits = limits
+        self._queue = queue
+        self._disk = disk
+        self._clock = clock
+        self._volume: Volume | None = None
+        self._sweep: Iterator[None] | None = None
+        self._opened = opened
+        self._told_when_idle: list[Future[None]] = []
+        self._must_prove = False
+        self._failures = 0
+        self._retry_at = 0.0
+        self._index_is_broken = False
+        self._stop_at: float | None = None
+        self._thread = threading.Thread(target=self._main, name="cache-writer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self, within_s: float) -> int:
+        """Writes what waits, for at most so long, and ends the thread; returns how many records were dropped."""
+        deadline = self._clock() + within_s
+        self._queue.run(lambda: self._stop(deadline))
+        self._thread.join(within_s + 1.0)  # a drive that hangs holds the thread, and must not hold the daemon
+        return self._queue.left
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _stop(self, at: float) -> None:
+        self._stop_at = at
+
+    def _main(self) -> None:
+        while not self._is_over():
+            try:
+                self._turn()
+            except Exception as error:  # noqa: BLE001  the top of this thread's loop: the tier pauses, the daemon goes on
+                self._trouble(error)
+        try:
+            self._note_uses()
+        except (OSError, sqlite3.Error) as error:
+            self._trouble(error)
+        self._tell_idle()
+        if self._volume is not None:
+            self._volume.close()
+
+    def _is_over(self) -> bool:
+        if self._stop_at is None:
+            return False
+        return self._volume is None or not self._queue.left or self._clock() >= self._stop_at
+
+    def _turn(self) -> None:
+        errand = self._queue.next_errand()
+        if errand is not None:
+            errand()
+        elif self._volume is None and not self._open():
+            self._skip()
+            self._tell_idle()
+            self._queue.rest(max(0.0, self._retry_at - self._clock()))
+        elif self._write_next() or self._refill() or self._advance_sweep():
+            return
+        else:
+            self._note_uses()
+            self._tell_idle()
+            self._queue.wait(None)
+            self._queue.rest(SETTLE_S)  # the uses of a busy moment become one transaction
+
+    def tell_when_idle(self, done: Future[None]) -> None:
+        """An errand: `done` is set when there is nothing left to write, or no directory to write to."""
+        self._told_when_idle.append(done)
+
+    def _tell_idle(self) -> None:
+        told, self._told_when_idle = self._told_when_idle, []
+        for done in told:
+            if done.set_running_or_notify_cancel():
+                done.set_result(None)
+
+    def check(self) -> None:
+        """An errand: pauses if the directory has gone."""
+        if self._volume is not None:
+            self._there()
+
+    # -- opening and pausing ------------------------------------------------------------------------------------------
+
+    def _open(self) -> bool:
+        if self._retry_at and self._clock() < self._retry_at:
+            return False
+        try:
+            self._volume = Volume(self._place, self._disk, index_is_broken=self._index_is_broken)
+        except ReadOnly as error:
+            self._pause(error.reason, state="read_only")
+            return False
+        except Unavailable as error:
+            self._pause(error.reason)
+            return False
+        self._index_is_broken = False
+        self.counts["index_rebuilt"] += self._volume.index_was_lost
+        self._sweep = sweep(self._volume, self._disk, self.counts)
+        self._opened(self._volume)
+        self._good()
+        return True
+
+    def _good(self, *, written: bool = False) -> None:
+        """The directory answers. After a failed write only a write proves that it is well again."""
+        if self._volume is None or (self._must_prove and not written):
+            return
+        if self.condition.state in ("paused", "read_only"):
+            log.info("the cache on disk is in use again: %s", self._place.directory)
+        self._must_prove = False
+        if written:
+            self._failures = 0
+        self.condition = Condition("on", None, self._volume.index.used_bytes)
+
+    def _pause(self, reason: str, *, state: str = "paused") -> None:
+        if self.condition.state != state:
+            log.warning("the cache on disk is %s: %s", state.replace("_", " "), reason)
+        self.condition = Condition(state, reason, self.condition.used_bytes)
+        self._retry_at = self._clock() + RETRY_S[min(self._failures, len(RETRY_S) - 1)]
+        self._failures += 1
+        self.swept.set()
+
+    def _trouble(self, error: Exception) -> None:
+        """The disk or the index failed: closes them, to begin again later."""
+        if not isinstance(error, (OSError, sqlite3.Error, Unavailable)):
+            log.error("the cache writer failed; it pauses", exc_info=error)
+        # An OperationalError is no room or no access; the others say that the file itself is broken.
+        self._index_is_broken = isinstance(error, sqlite3.DatabaseError) and not isinstance(
+            error, sqlite3.OperationalError
+        )
+        self._must_prove = True
+        self.counts["failures"] += 1
+        self._queue.miss()
+        volume, self._volume, self._sweep = self._volume, None, None
+        if volume is not None:
+            volume.close()
+        self._pause(_said(error))
+
+    def _skip(self) -> None:
+        """While paused nothing waits: blocks stay in memory, to be asked for again if they still are there then."""
+        while self._queue.next_job() is not None:
+            self._queue.miss()
+        self._queue.take_used()
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def _write_next(self) -> bool:
+        """Writes the record that has waited longest; returns whether there was one."""
+        job = self._queue.next_job()
+        if job is None:
+            return False
+        self._write_one(job)
+        self._queue.done()  # and not before: until it is in the index, only the queue can say where it is
+        return True
+
+    def _write_one(self, job: Job) -> None:
+        volume = self._there()
+        volume.index.begin()
+        written = self._write(volume, job)
+        volume.index.commit()
+        self._good(written=written)
+
+    def _there(self) -> Volume:
+        volume = self._volume
+        if volume is None or not volume.is_there:
+            raise FileNotFoundError(errno.ENOENT, "the directory has gone", str(self._place.directory))
+        return volume
+
+    def _write(self, volume: Volume, job: Job) -> bool:
+        """Whether a file was written; not when there is one already, or no room."""
+        model, record = job.model, job.record
+        identity = model.identity.hex()
+        kind, key = name_of(record)
+        now = self._clock()
+        there = volume.index.find(identity, kind, key)
+        if there is not None and there.gaps <= missing_rows(record):
+            volume.index.use([key], now)
+            return False
+        try:
+            parts = encode(record, model)
+        except BadFile as bad:
+            log.error("a block cannot be written: %s", bad.reason)
+            self.counts["dropped"] += 1
+            return False
+        size = sum(len(part) for part in parts)
+        volume.index.use([record.parent], now)  # it must not go to make room for what continues it
+        if not self._make_room(volume, size):
+            self.counts["dropped"] += 1
+            return False
+        path, part = self._place.file(identity, kind, key), self._place.part(identity, kind, key)
+        volume.make_directory(identity)
+        self._put(part, path, parts)
+        entry = entry_of(
+            record.spec,
+            record.parent,
+            identity=identity,
+            is_checkpoint=isinstance(record, StoredCheckpoint),
+            gaps=missing_rows(record),
+            nbytes=size,
+        )
+        volume.index.add(entry, used=now, pictures=bool(record.spec.spans))
+        self.counts["written"] += 1
+        return True
+
+    def _put(self, part: Path, path: Path, parts: Sequence[bytes]) -> None:
+        """A reader sees the whole file or none. It is not synced: after a power cut its digest tells what was lost."""
+        done = False
+        try:
+            self._disk.write(part, parts)
+            self._disk.rename(part, path)
+            done = True
+        finally:
+            if not done:
+                part.unlink(missing_ok=True)
+
+    def _make_room(self, volume: Volume, size: int) -> bool:
+        """Removes what was used longest ago until `size` more bytes are within both limits."""
+        while self._lacks_room(volume, size):
+            victim = volume.index.oldest() if size <= self._limits.max_bytes else None
+            if victim is None:
+                return False
+            self.remove(volume, victim)
+            self.counts["evicted"] += 1
+        return True
+
+    def _lacks_room(self, volume: Volume, size: int) -> bool:
+        if volume.index.used_bytes + size > self._limits.max_bytes:
+            return True
+        return self._disk.free_bytes(self._place.directory) - size < self._limits.min_free_bytes
+
+    def remove(self, volume: Volume, entry: Entry) -> int:
+        """Takes one entry and its file away; returns its bytes."""
+        volume.index.remove(entry)
+        for kind in (BLOCK, CHECKPOINT) if entry.kind == ALIEN else (entry.kind,):
+            with suppress(FileNotFoundError):
+                self._disk.remove(self._place.file(entry.identity, kind, entry.key))
+        return entry.nbytes
+
+    # -- when there is nothing to write -------------------------------------------------------------------------------
+
+    def _advance_sweep(self) -> bool:
+        if self._volume is None or self._sweep is None or self._stop_at is not None:
+            return False
+        self._volume.index.begin()
+        if next(self._sweep, self) is self:
+            self._sweep = None
+            self._make_room(self._volume, 0)
+            self.swept.set()
+        self._volume.index.commit()
+        self._good()
+        return True
+
+    def _refill(self) -> bool:
+        """Asks the caches for what was refused while the queue was full; returns whether there was anything."""
+        if not self._queue.has_missed:
+            return False
+        for identity, (model, source) in list(self.sources.items()):
+            names = self._queue.take_missed(identity)
+            records = source(names) if names else ()
+            self.counts["dropped"] += len(names) - len(records)
+            for index, record in enumerate(records):
+                if self._stop_at is not None and self._clock() >= self._stop_at:
+                    self._queue.note_missed(identity, [name_of(rest) for rest in records[index:]])
+                    return True
+                self._queue.offer(model, record, always=True)
+                while self._write_next():
+                    pass
+        self.counts["dropped"] += self._queue.forget_missed()
+        return True
+
+    def _note_uses(self) -> None:
+        used = self._queue.take_used()
+        if used and self._volume is not None:
+            self._volume.index.begin()
+            self._volume.index.use(used, self._clock())
+            self._volume.index.commit()
+
+    # -- errands ------------------------------------------------------------------------------------------------------
+
+    @property
+    def volume(self) -> Volume:
+        """For errands. Raises Unavailable while there is none."""
+        if self._volume is None and not self._open():
+            raise Unavailable(self.condition.reason or "the cache on disk is not open")
+        return self._there()
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or type(error).__name__}"
+    return f"{type(error).__name__}: {error}" if isinstance(error, sqlite3.Error) else type(error).__name__
