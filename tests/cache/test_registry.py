@@ -116,3 +116,44 @@ def test_closing_all_leaves_an_empty_tier(registry):
     registry.close_all()
     assert registry.tier.stats().entries == 0
     assert registry.open("a", identity("a"), layout()).match_length(prompt(30)) == 0
+
+
+def test_caches_are_found_by_their_models_names(registry):
+    one = registry.open("one", identity("1"), layout())
+    registry.open("other", identity("2"), layout())
+    registry.open("alias", identity("1"), layout())
+    assert registry.by_name()["alias"] is registry.by_name()["one"] is one
+    registry.close(identity("1"))
+    assert list(registry.by_name()) == ["other"]
+
+
+def test_what_is_cleared_is_told_in_bytes_and_is_no_eviction(registry):
+    cache = registry.open("m", identity("1"), layout())
+    generate("llama", cache, prompt(40), n=1)
+    held = cache.stats()
+    assert held.blocks > 0
+    assert cache.clear() == held.nbytes
+    assert (cache.stats().nbytes, cache.stats().evicted) == (0, 0)
+    assert cache.clear() == 0
+
+
+def test_evictions_are_counted_for_the_model_that_lost_something(registry):
+    one, other = (registry.open(name, identity(name), layout()) for name in ("one", "other"))
+    for cache in (one, other):
+        generate("llama", cache, prompt(40), n=1)
+    held = one.stats()
+    registry.tier.shrink(held.nbytes)  # the least recently used go first, and those are all of `one`
+    assert one.stats().evicted == held.blocks + held.checkpoints
+    assert (one.stats().blocks, other.stats().evicted) == (0, 0)
+    generate("llama", one, prompt(40), n=1)
+    assert one.stats().evicted == held.blocks
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text"])
+def test_merged_partial_blocks_are_no_evictions(registry, name):
+    """Answers grow token by token, so partial blocks are stored and swallowed by longer ones all the time."""
+    cache = registry.open("m", identity("1"), layout(name))
+    for length in (20, 27, 33, 50):
+        generate(name, cache, prompt(length), n=6)
+    assert cache.stats().evicted == 0
+    cache.check()
