@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from omlxd.daemon.events import EventHub
+from omlxd.daemon.logs import CONTENT
 from omlxd.engine.api import (
     Cancelled,
     EngineFailed,
@@ -33,6 +34,7 @@ from omlxd.engine.slot import EngineHandle
 from omlxd.engine.stream import EventStream
 
 log = logging.getLogger(__name__)
+content = logging.getLogger(CONTENT)
 
 
 class Generations:
@@ -140,6 +142,7 @@ class _Live:
 
     async def _generate(self) -> None:
         request = self._request
+        content.info("%s asks %s: %s", self.id, request.model, request.prompt)
         check_supported(request)
         self._report(Progress("queued"))
         async with self._pool.lease(request.model, autoload=request.autoload, progress=self._report) as engine:
@@ -151,7 +154,8 @@ class _Live:
             job = make_job(request, prepared, engine.facts, id=self.id, arrived=self._arrived, boundaries=boundaries)
             engine.submit(job, self.stream)
             self._engine = engine
-            await self.stream.wait_ended()
+            result = await self.stream.result()
+            content.info("%s was answered: %s%s", self.id, result.reasoning or "", result.text)
 
     def _report(self, progress: Progress) -> None:
         if self._request.progress:

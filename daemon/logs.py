@@ -1,8 +1,9 @@
 """The daemon's log: one line per event for people, or one JSON object per line for programs.
 
 Owns the handlers of the root logger, set up once by `daemon.main`; any thread may log. A file of bounded size, whatever
-happens: it is rotated, a line is cut at a length, and a warning that repeats is counted instead of written. What is
-logged is the caller's choice; prompts and answers are not, unless the settings allow it.
+happens: it is rotated, a line is cut at a length, and a warning that repeats is counted instead of written. Prompts and
+answers go to one logger, which is silent unless the settings allow it; and of an exception that a request may have
+caused, the message, which may quote it, is left out as well.
 """
 
 from __future__ import annotations
@@ -13,14 +14,22 @@ import logging.handlers
 import os
 import stat
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from omlxd.daemon.settings import LogSettings
+from omlxd.engine.api import InvariantError
+
+CONTENT = "omlxd.content"  # the one logger that is given prompts and answers; silent unless log.content allows it
 
 _MAX_LINE = 8000  # characters of one record, traceback included
 _REPEATS = 5  # of one warning in a window are written
 _WINDOW_S = 60.0
+# Who handles requests, in its exceptions' messages too; asyncio reports those that nobody caught.
+_OF_REQUESTS = ("omlxd.rpc", "omlxd.engine", "omlxd.daemon.generations", "asyncio")
+_QUOTING_NOTHING = (OSError, InvariantError)
+_NEVER = logging.CRITICAL + 1
 _MAX_OUTPUT_BYTES = 1 << 20  # of what a supervisor catches before the log is open
 _MAX_KINDS = 256  # warnings told apart; beyond that all are written
 
@@ -32,7 +41,7 @@ class Lines(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        return _cut(super().format(record))
+        return _cut(super().format(discreet(record)))
 
 
 class JsonLines(logging.Formatter):
@@ -45,9 +54,35 @@ class JsonLines(logging.Formatter):
             "logger": record.name,
             "message": _cut(record.getMessage()),
         }
-        if record.exc_info:
-            line["traceback"] = _cut(self.formatException(record.exc_info))
+        shown = discreet(record)
+        if shown.exc_info:
+            line["traceback"] = _cut(shown.exc_text or self.formatException(shown.exc_info))
         return json.dumps(line, ensure_ascii=False)
+
+
+def discreet(record: logging.LogRecord) -> logging.LogRecord:
+    """The record, with its traceback told without messages where those may quote a request and nobody allowed that."""
+    error = record.exc_info[1] if record.exc_info else None
+    if (
+        error is None
+        or not record.name.startswith(_OF_REQUESTS)
+        or logging.getLogger(CONTENT).isEnabledFor(logging.INFO)
+    ):
+        return record
+    told = logging.makeLogRecord(record.__dict__)
+    told.exc_text = "\n".join(_told(error))
+    return told
+
+
+def _told(error: BaseException) -> Iterator[str]:
+    earlier = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if earlier is not None:
+        yield from _told(earlier)
+        yield "which led to:"
+    yield "Traceback (most recent call last):"
+    yield "".join(traceback.format_tb(error.__traceback__)).rstrip()
+    message = str(error) if isinstance(error, _QUOTING_NOTHING) else "(its message is left out; log.content shows it)"
+    yield f"{type(error).__qualname__}: {message}"
 
 
 @dataclass(slots=True)
@@ -126,6 +161,7 @@ def set_up(path: str, settings: LogSettings, *, as_json: bool, to_stderr: bool) 
         target.setFormatter(JsonLines() if as_json else Lines())
     logging.basicConfig(handlers=[Counted(targets)], level=logging.WARNING)
     set_level(settings.level)
+    set_content(settings.content)
     logging.captureWarnings(True)
     logging.raiseExceptions = False  # a full disk or a closed terminal must not add to what fails
 
@@ -133,6 +169,11 @@ def set_up(path: str, settings: LogSettings, *, as_json: bool, to_stderr: bool) 
 def set_level(level: str) -> None:
     """What omlxd's own modules log from now on: a level of the settings."""
     logging.getLogger("omlxd").setLevel(level.upper())
+
+
+def set_content(allowed: bool) -> None:
+    """Whether prompts and answers are logged from now on, at whatever level the rest is."""
+    logging.getLogger(CONTENT).setLevel(logging.INFO if allowed else _NEVER)
 
 
 def trim_output(descriptor: int) -> None:

@@ -261,6 +261,7 @@ def build_service(live: LiveSettings, paths: Paths, on_shutdown: OnShutdown) -> 
         on_state=lambda entry: events.publish("models", model=entry.name, state=entry.state, error=entry.error),
     )
     live.taken_up_by(lambda new: logs.set_level(new.log.level), "log.level")
+    live.taken_up_by(lambda new: logs.set_content(new.log.content), "log.content")
     live.taken_up_by(
         lambda new: pool.set_policy(autoload=new.models.autoload, ttl_s=new.models.ttl_s),
         "models.autoload",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from omlxd.daemon.logs import Counted, JsonLines, Lines
+from omlxd.daemon.logs import Counted, JsonLines, Lines, trim_output
 
 SET_UP = """
 import logging, sys
@@ -65,6 +65,49 @@ def test_a_program_reads_one_object_per_line(file: Path):
 
 def test_under_a_supervisor_standard_error_stays_empty(file: Path):
     assert run("log.error('x')", str(file)).stderr == ""
+
+
+FAILS = """
+log = logging.getLogger("omlxd.rpc.dispatch")
+def fails(error):
+    try:
+        try: raise KeyError("the PROMPT")
+        finally: raise error
+    except Exception: log.exception("internal error e1")
+fails(ValueError("the PROMPT"))
+fails(OSError(28, "No space left on device"))
+"""
+
+
+@pytest.mark.parametrize("form", ["lines", "json"])
+def test_an_exception_that_a_request_may_have_caused_is_told_without_quoting_it(file: Path, form: str):
+    run(FAILS, str(file), form)
+    text = file.read_text()
+    assert "PROMPT" not in text
+    for told in ("internal error e1", "in fails", "KeyError: (its message", "ValueError: (its message"):
+        assert told in text
+    assert "OSError: [Errno 28] No space left on device" in text
+
+
+def test_where_content_is_allowed_its_message_is_shown(file: Path):
+    run("logs.set_content(True)" + FAILS, str(file))
+    assert "ValueError: the PROMPT" in file.read_text()
+
+
+def test_what_is_given_to_the_content_logger_is_written_only_where_that_is_allowed(file: Path):
+    code = "log = logging.getLogger(logs.CONTENT)\nlog.error('a secret')\nlogs.set_content(True)\nlog.info('an answer')"
+    run("logs.set_level('debug')\n" + code, str(file))
+    assert "secret" not in file.read_text()
+    assert file.read_text().endswith("INFO omlxd.content: an answer\n")
+
+
+def test_the_file_of_a_supervisor_is_emptied_once_it_has_grown(file: Path):
+    file.parent.mkdir()
+    for size, left in ((1000, 1000), (2_000_000, 0)):
+        with file.open("ab") as output:
+            output.truncate(size)
+            trim_output(output.fileno())
+        assert file.stat().st_size == left
 
 
 def test_debug_lines_and_libraries_chatter_are_left_out(file: Path):
