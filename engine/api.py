@@ -325,6 +325,64 @@ class DaemonEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryAction:
+    """Something that was done about memory, or a level that was reached. `at` is in Unix seconds."""
+
+    at: float
+    what: str
+    why: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryHolder:
+    """Who has how many bytes, and of which kind."""
+
+    owner: str
+    kind: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMarks:
+    """Work is admitted up to `soft`; above `hard` requests are preempted, above `abort` the newest prompt is ended."""
+
+    soft: int
+    hard: int
+    abort: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCeilings:
+    """What the settings, the machine as it is now, and the GPU allow; `metal` is None where there is no GPU."""
+
+    static: int
+    dynamic: int
+    metal: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStatus:
+    """The result of `memory.status`, in bytes.
+
+    `difference_bytes` is what the footprint, without `pool_bytes` that MLX keeps for reuse, has and no entry names;
+    negative where something is reserved and not there yet.
+    """
+
+    footprint_bytes: int
+    ledger_bytes: int
+    pool_bytes: int
+    difference_bytes: int
+    level: Literal["OK", "SOFT", "HARD"]
+    limits: MemoryMarks
+    ceilings: MemoryCeilings
+    binding: Literal["static", "dynamic", "metal"]
+    tier: Literal["safe", "balanced", "aggressive", "custom"]
+    entries: Sequence[MemoryHolder]
+    actions: Sequence[MemoryAction]
+
+
+@dataclass(frozen=True, slots=True)
 class PerTier:
     """One number for each tier of the cache."""
 
