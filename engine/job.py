@@ -5,13 +5,16 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from omlxd.engine.answer import PLAIN, Form
 from omlxd.engine.api import ContextTooLong, GenerateRequest, InvalidParams, Unsupported
 from omlxd.engine.model import ModelFacts
-from omlxd.engine.preparing import Prepared
 from omlxd.engine.sampling_settings import SamplingSettings, resolve
-from omlxd.engine.steering import Course
+
+if TYPE_CHECKING:  # they load mlx, which the event loop's side does without until a model is wanted
+    from omlxd.engine.preparing import Prepared
+    from omlxd.engine.steering import Course
 
 SEEDS = 1 << 53  # a seed drawn for a client survives JSON readers that keep numbers as doubles
 

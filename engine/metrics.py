@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from omlxd.engine.api import Cancelled, GenerationResult, Histogram, ModelMetrics
-from omlxd.engine.request import Clock, Request
 from omlxd.engine.stream import Event
+
+if TYPE_CHECKING:  # it loads mlx, and the pool reads metrics on the event loop's side
+    from omlxd.engine.request import Clock, Request
 
 _WAITS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _GAPS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)

@@ -15,11 +15,11 @@ from omlxd.engine.catalog import CatalogEntry
 from omlxd.engine.inbox import Close, Closed
 from omlxd.engine.job import Job
 from omlxd.engine.model import ModelFacts
-from omlxd.engine.preparing import Prepared
 from omlxd.engine.stream import EventStream
 
 if TYPE_CHECKING:
     from omlxd.cache.prefix import PrefixCache
+    from omlxd.engine.preparing import Prepared
 
 T = TypeVar("T")
 OnState = Callable[[ModelEntry], None]
