@@ -23,15 +23,19 @@ from omlxd.engine.api import (
     GenerationResult,
     OmlxError,
     Progress,
+    QueueFull,
     RequestInfo,
     ShuttingDown,
     Unsupported,
     Usage,
 )
 from omlxd.engine.job import check_supported, make_job
+from omlxd.engine.line import LONGEST_S
 from omlxd.engine.pool import Pool
 from omlxd.engine.slot import EngineHandle
 from omlxd.engine.stream import EventStream
+
+RETRY_MS = 60_000  # for whoever has waited in vain for a model
 
 log = logging.getLogger(__name__)
 content = logging.getLogger(CONTENT)
@@ -40,8 +44,10 @@ content = logging.getLogger(CONTENT)
 class Generations:
     """All requests that have not ended."""
 
-    def __init__(self, pool: Pool, events: EventHub) -> None:
+    def __init__(self, pool: Pool, events: EventHub, *, longest_wait_s: float = LONGEST_S) -> None:
+        """`longest_wait_s` bounds the wait for a model; the engine bounds the one for a row."""
         self._pool = pool
+        self._longest_wait_s = longest_wait_s
         self._events = events
         self._ids = itertools.count(1)
         self._live: dict[str, _Live] = {}
@@ -50,7 +56,7 @@ class Generations:
 
     def start(self, request: GenerateRequest) -> EventStream:
         """Starts a request; whatever it comes to arrives in the stream."""
-        live = _Live(f"g{next(self._ids)}", request, self._pool)
+        live = _Live(f"g{next(self._ids)}", request, self._pool, self._longest_wait_s)
         self.counts["started"] += 1
         if self._refuse:
             live.stream.deliver(ShuttingDown())
@@ -85,8 +91,9 @@ class Generations:
 class _Live:
     """One request's task."""
 
-    def __init__(self, id: str, request: GenerateRequest, pool: Pool) -> None:
+    def __init__(self, id: str, request: GenerateRequest, pool: Pool, longest_wait_s: float) -> None:
         self.id = id
+        self._longest_wait_s = longest_wait_s
         self.stream = EventStream(self._cancel)
         self._request = request
         self._pool = pool
@@ -136,6 +143,9 @@ class _Live:
         except asyncio.CancelledError:
             # Cancelled by `_end_early`, which has answered, or by the loop's end, after which nobody listens.
             self.stream.deliver(ShuttingDown())
+        except TimeoutError:
+            waited_s = time.monotonic() - self._arrived
+            self.stream.deliver(QueueFull(1, RETRY_MS, waited_s=waited_s))
         except Exception as exc:
             log.exception("request %s failed before it reached its engine", self.id)
             self.stream.deliver(EngineFailed(self._request.model, type(exc).__name__))
@@ -145,13 +155,17 @@ class _Live:
         content.info("%s asks %s: %s", self.id, request.model, request.prompt)
         check_supported(request)
         self._report(Progress("queued"))
-        async with self._pool.lease(request.model, autoload=request.autoload, progress=self._report) as engine:
+        async with (
+            asyncio.timeout(self._longest_wait_s) as wait,
+            self._pool.lease(request.model, autoload=request.autoload, progress=self._report) as engine,
+        ):
             if request.warm and engine.uncached is not None:
                 raise Unsupported("cache.warm", f"{engine.facts.name} keeps no prompts: {engine.uncached}")
             self._waits_for = "its tokens"
             prepared = await engine.prepare(request)
             boundaries = await engine.boundaries(prepared.prompt, prepared.token_ids)
             job = make_job(request, prepared, engine.facts, id=self.id, arrived=self._arrived, boundaries=boundaries)
+            wait.reschedule(None)
             engine.submit(job, self.stream)
             self._engine = engine
             result = await self.stream.result()

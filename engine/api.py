@@ -585,7 +585,7 @@ class QueueFull(OmlxError):
         """`waited_s` is for a request that was let in and never got its turn."""
         what = f"{depth} requests already wait, the most allowed"
         if waited_s is not None:
-            what = f"it waited {waited_s:.0f} s for its turn, the longest allowed, in a line of {depth}"
+            what = f"it waited {waited_s:.0f} s for its turn, the longest allowed"
         super().__init__(
             f"{what}; try again in {retry_after_ms} ms",
             depth=depth,

@@ -9,7 +9,7 @@ import pytest
 
 from omlxd.daemon.events import EventHub
 from omlxd.daemon.generations import Generations
-from omlxd.engine.api import GenerateRequest, GenerationResult, Json, Prompt, TextPrompt, Unsupported, Usage
+from omlxd.engine.api import GenerateRequest, GenerationResult, Json, Prompt, QueueFull, TextPrompt, Unsupported, Usage
 from omlxd.engine.job import Job
 from omlxd.engine.preparing import Prepared
 from omlxd.engine.stream import EventStream
@@ -76,3 +76,18 @@ def test_warming_is_a_job_and_needs_a_cache() -> None:
             return [job.warm for job in engine.jobs]
 
     assert asyncio.run(main()) == [True]
+
+
+def test_nobody_waits_for_a_model_for_ever() -> None:
+    async def main() -> QueueFull:
+        backend = Backend()
+        backend.gate.clear()  # the load does not end
+        async with pool(backend) as models:
+            generations = Generations(models, EventHub(), longest_wait_s=0.01)
+            with pytest.raises(QueueFull) as caught:
+                await generations.start(GenerateRequest("a", TextPrompt("x"))).result()
+            return caught.value
+
+    error = asyncio.run(main())
+    assert error.fields == {"depth": 1, "retry_after_ms": 60_000}
+    assert "the longest allowed" in error.message
