@@ -18,13 +18,10 @@ from typing import Final
 
 from omlxd.daemon.lock import InstanceLock
 from omlxd.daemon.paths import MAX_SOCKET_BYTES, SocketPathTooLong
+from omlxd.daemon.private import UnsafePlace
 from omlxd.rpc.peer import is_welcome, peer_uid
 
 INTERNAL_ERROR: Final = -32603
-
-
-class UnsafePlace(Exception):
-    """A directory or file is not one that a private socket can live in."""
 
 
 class SocketInUse(Exception):
@@ -108,29 +105,6 @@ def turn_away(listener: Listener, reason: str) -> None:
                 client.send(line)
 
 
-def make_private(directory: str) -> None:
-    """Makes `directory` with mode 0700, or checks that it is a real one, this user's and closed to others.
-
-    An empty one, or one with a daemon's files, is closed; any other that is open to others is not ours to change.
-    Raises UnsafePlace, or OSError where it cannot be made.
-    """
-    _make_directories(directory)
-    state = os.lstat(directory)
-    if stat.S_ISLNK(state.st_mode):
-        raise UnsafePlace(f"{directory} is a link; set OMLXD_HOME to {os.path.realpath(directory)} itself")
-    if not stat.S_ISDIR(state.st_mode):
-        raise UnsafePlace(f"{directory} is not a directory; move it away or set OMLXD_HOME to another place")
-    if state.st_uid != os.getuid():
-        raise UnsafePlace(
-            f"{directory} belongs to user {state.st_uid}, not to {os.getuid()}; use a directory of your own"
-        )
-    if state.st_mode & 0o077:
-        if not _is_ours(directory):
-            mode = stat.S_IMODE(state.st_mode)
-            raise UnsafePlace(f"{directory} is open to others (mode {mode:04o}); run chmod 700 on it, or use another")
-        os.chmod(directory, 0o700)
-
-
 def publish(path: str, lock: InstanceLock) -> Listener:
     """Listens at `path`, which nobody else may do: `lock` is the proof. Replaces a socket without an owner.
 
@@ -177,22 +151,6 @@ def _answers(path: str) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         return probe.connect_ex(path) not in (errno.ECONNREFUSED, errno.ENOENT)
-
-
-def _make_directories(path: str) -> None:
-    """Every missing one with mode 0700, whatever the umask: os.makedirs would leave the upper ones to it."""
-    if os.path.lexists(path):
-        return
-    _make_directories(os.path.dirname(path))
-    try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        return  # a second daemon, started at the same moment
-
-
-def _is_ours(directory: str) -> bool:
-    names = os.listdir(directory)
-    return not names or "omlxd.lock" in names or "config.toml" in names
 
 
 def _identity(path: str) -> tuple[int, int] | None:

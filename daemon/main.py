@@ -20,10 +20,11 @@ from types import FrameType
 from typing import NoReturn
 
 import omlxd
-from omlxd.daemon import logs, settings, settings_file
-from omlxd.daemon.listener import Listener, SocketInUse, UnsafePlace, adopt, make_private, publish, turn_away
+from omlxd.daemon import logs, open_files, settings, settings_file
+from omlxd.daemon.listener import Listener, SocketInUse, adopt, publish, turn_away
 from omlxd.daemon.lock import AlreadyRunning, InstanceLock
 from omlxd.daemon.paths import Paths, SocketPathTooLong
+from omlxd.daemon.private import UnsafePlace, make_private
 from omlxd.daemon.reload import LiveSettings
 from omlxd.daemon.settings import ConfigError
 from omlxd.launchd.activation import ActivationFailed, Launchd, ListenFds, activated_listeners
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the daemon until it is told to stop, and ends the process with one of the exit codes above."""
     options = _parser().parse_args(arguments)
     os.umask(0o077)
+    open_files.allow_many()
     faulthandler.enable()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop_early)

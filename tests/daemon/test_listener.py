@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import socket
 import stat
 import subprocess
@@ -13,14 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from omlxd.daemon.listener import SocketInUse, UnsafePlace, adopt, make_private, publish, turn_away
+from omlxd.daemon.listener import SocketInUse, adopt, publish, turn_away
 from omlxd.daemon.lock import InstanceLock
 from omlxd.daemon.paths import SocketPathTooLong
+from omlxd.daemon.private import UnsafePlace, make_private
 
 PUBLISH = """
 import sys
-from omlxd.daemon.listener import make_private, publish
+from omlxd.daemon.listener import publish
 from omlxd.daemon.lock import InstanceLock
+from omlxd.daemon.private import make_private
 make_private(sys.argv[1])
 listener = publish(sys.argv[1] + "/omlxd.sock", InstanceLock(sys.argv[1] + "/omlxd.lock", "1"))
 print(flush=True)
@@ -161,43 +162,6 @@ def test_with_an_open_umask_nothing_is_ever_open_to_others(tmp_path: Path):
     seen |= {mode(home / "omlxd.sock"), mode(home / "omlxd.lock")}
     child.communicate(b"\n")
     assert seen <= {0o700, 0o600}
-
-
-@pytest.mark.usefixtures("open_umask")
-def test_every_directory_that_is_made_is_private(tmp_path: Path):
-    make_private(str(tmp_path / "a" / "b"))
-    assert (mode(tmp_path / "a"), mode(tmp_path / "a" / "b")) == (0o700, 0o700)
-
-
-def test_an_empty_or_used_home_is_closed_to_others(tmp_path: Path):
-    for names in ([], ["omlxd.lock", "logs"], ["config.toml", "models", "x"]):
-        home = tmp_path / f"home{len(names)}"
-        home.mkdir(mode=0o755)
-        for name in names:
-            (home / name).touch()
-        make_private(str(home))
-        assert mode(home) == 0o700
-
-
-def test_a_directory_with_other_things_in_it_is_not_changed(tmp_path: Path):
-    (tmp_path / "project").mkdir(mode=0o755)
-    (tmp_path / "project" / "file").touch()
-    with pytest.raises(UnsafePlace, match=r"is open to others \(mode 0755\); run chmod 700 on it, or use another"):
-        make_private(str(tmp_path / "project"))
-    assert mode(tmp_path / "project") == 0o755
-
-
-def test_a_link_a_file_and_a_strangers_directory_are_refused(tmp_path: Path):
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    (tmp_path / "file").touch()
-    with pytest.raises(UnsafePlace, match=re.escape(f"set OMLXD_HOME to {tmp_path}/real itself")):
-        make_private(str(tmp_path / "link"))
-    with pytest.raises(UnsafePlace, match="is not a directory"):
-        make_private(str(tmp_path / "file"))
-    if os.getuid() != 0:
-        with pytest.raises(UnsafePlace, match="belongs to user 0"):
-            make_private("/")
 
 
 def test_a_directory_too_long_for_the_passing_name_is_refused(tmp_path: Path, lock: InstanceLock):
