@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchd.libsystem import compiled
+from tests.compiled import library
 
 
 @pytest.fixture(scope="session")
 def libsystem(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compiled(tmp_path_factory.mktemp("libsystem"))
+    """A libSystem with launch_activate_socket."""
+    return library(Path(__file__).with_name("fake_libsystem.c"), tmp_path_factory.mktemp("libsystem"))
