@@ -78,7 +78,9 @@ def _set(context: Context, key: str, text: str) -> None:
     elif reading.source == "env":
         context.console.note(f"written; but the environment sets {key} to {_shown(reading.value)}, and that wins")
     else:
-        context.console.note("written; a daemon that runs takes it up at its next start")
+        context.console.note(
+            "written; a daemon that runs takes it up at its next start, some keys with `omlxctl rpc daemon.reload`"
+        )
 
 
 def _path(context: Context) -> None:
