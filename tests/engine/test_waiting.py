@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from omlxd.cache.errors import CacheInvariantError
+from omlxd.cache.hot import HotTier
+from omlxd.cache.layouts import ModelLayout
 from omlxd.cache.prefix import PrefixCache
 from omlxd.engine.api import Cancelled, EngineFailed, GenerationResult, Progress, QueueFull, Unsupported
 from omlxd.engine.engine import Engine
 from omlxd.engine.inbox import Close
 from omlxd.engine.line import LONGEST_S
+from omlxd.engine.prefill import new_caches
 from omlxd.engine.request import Request, State
 from tests.engine.running import Running, assert_is_the_cold_run, cached, engine, job, loaded, tokenizer
 from tests.engine.test_metrics import Clock
@@ -135,6 +140,30 @@ def test_a_model_without_a_cache_has_no_answers() -> None:
                 await running.ask_cache(lambda cache: None)
 
     asyncio.run(main())
+
+
+def test_a_model_whose_cache_broke_goes_on_without_and_says_so() -> None:
+    class Broken(PrefixCache):
+        """Finds itself inconsistent at the first block."""
+
+        def publish(self, *args: Any, **kwargs: Any) -> int:
+            raise CacheInvariantError("made to fail")
+
+        def checkpoint(self, *args: Any, **kwargs: Any) -> bool:
+            raise CacheInvariantError("made to fail")
+
+    plain = loaded("llama")
+    layout = ModelLayout(new_caches(plain.model))
+    model = replace(plain, cache=Broken(root=b"broken", layout=layout, tier=HotTier(1 << 20), block_size=16))
+
+    async def main() -> str | None:
+        async with engine(model) as running:
+            assert running.uncached is None
+            result = await Running(running, job(tokens(50), 4, logprobs=20)).result()
+            assert_is_the_cold_run(model.model, result)
+            return running.uncached
+
+    assert "inconsistent" in str(asyncio.run(main()))
 
 
 def test_a_question_to_an_engine_that_ends_is_answered_too() -> None:
