@@ -30,12 +30,12 @@ from omlxd.engine.api import (
     Usage,
 )
 from omlxd.engine.job import check_supported, make_job
-from omlxd.engine.line import LONGEST_S
 from omlxd.engine.pool import Pool
 from omlxd.engine.slot import EngineHandle
 from omlxd.engine.stream import EventStream
 
-RETRY_MS = 60_000  # for whoever has waited in vain for a model
+LONGEST_WAIT_S = 3600.0  # for a model; the engine has the same for a row
+RETRY_MS = 60_000  # for whoever has waited in vain
 
 log = logging.getLogger(__name__)
 content = logging.getLogger(CONTENT)
@@ -44,8 +44,7 @@ content = logging.getLogger(CONTENT)
 class Generations:
     """All requests that have not ended."""
 
-    def __init__(self, pool: Pool, events: EventHub, *, longest_wait_s: float = LONGEST_S) -> None:
-        """`longest_wait_s` bounds the wait for a model; the engine bounds the one for a row."""
+    def __init__(self, pool: Pool, events: EventHub, *, longest_wait_s: float = LONGEST_WAIT_S) -> None:
         self._pool = pool
         self._longest_wait_s = longest_wait_s
         self._events = events
