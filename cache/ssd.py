@@ -82,6 +82,8 @@ class SsdStore:
             opened=self._opened,
         )
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="cache-reader")
+        # Files that are slow to come hold up no answer to what there is.
+        self._planners = ThreadPoolExecutor(1, thread_name_prefix="cache-planner")
         self._lookup_lock = threading.Lock()
         self._lookup: Lookup | None = None
         self._counts_lock = threading.Lock()
@@ -119,6 +121,7 @@ class SsdStore:
     def close(self, within_s: float) -> int:
         """Writes what waits, for at most so long, and ends the threads; returns how many records were not written."""
         dropped = self._writer.close(within_s)
+        self._planners.shutdown(wait=False, cancel_futures=True)
         self._readers.shutdown(wait=False, cancel_futures=True)
         with self._lookup_lock:
             if self._lookup is not None:
@@ -160,16 +163,18 @@ class SsdStore:
     def used(self, keys: Iterable[bytes]) -> None:
         self._queue.used(keys)
 
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Runs on a reader thread."""
-        return self._readers.submit(work)
+    def submit_plan(self, model: Model, standing: Standing) -> Future[Plan]:
+        return self._planners.submit(self._plan, model, standing)
 
-    def plan(self, model: Model, standing: Standing) -> Plan:
-        """On a reader thread; an empty plan where the disk cannot be asked."""
+    def submit_read(self, model: Model, step: Step) -> Future[Record]:
+        return self._readers.submit(self._read, model, step)
+
+    def _plan(self, model: Model, standing: Standing) -> Plan:
+        """On the planner thread; an empty plan where the disk cannot be asked."""
         plan = self._look(lambda lookup: Planner(model, lookup, self._queue).plan(standing))
         return plan or Plan(position=standing.position)
 
-    def read(self, model: Model, step: Step) -> Record:
+    def _read(self, model: Model, step: Step) -> Record:
         """On a reader thread. Raises Unreadable."""
         if step.record is not None:
             return step.record
@@ -259,11 +264,11 @@ class ModelStore:
 
     def plan(self, standing: Standing) -> Future[Plan]:
         """What the disk has beyond what stands in memory."""
-        return self.store.submit(lambda: self.store.plan(self.model, standing))
+        return self.store.submit_plan(self.model, standing)
 
     def read(self, step: Step) -> Future[Record]:
         """One step's record; raises Unreadable."""
-        return self.store.submit(lambda: self.store.read(self.model, step))
+        return self.store.submit_read(self.model, step)
 
 
 __all__ = ["BLOCK", "CHECKPOINT", "Entry", "ModelStore", "SsdStats", "SsdStore", "Unavailable", "Unreadable"]

@@ -43,13 +43,20 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
+class Deliver:
+    """Call this between two steps: it hands over what another thread has done for the engine. Quick, as for `Ask`."""
+
+    call: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """End everything and the thread with it."""
 
     why: Literal["unloaded", "shutdown"]
 
 
-Command = Submit | Abort | Ask | Close
+Command = Submit | Abort | Ask | Deliver | Close
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +79,10 @@ class Inbox:
             self._commands.append(command)
             self._arrived.notify()
 
-    def take(self, *, wait: bool) -> Sequence[Command]:
-        """Everything that has arrived, in order. With `wait`, sleeps until something does."""
+    def take(self, *, wait: bool, timeout_s: float | None = None) -> Sequence[Command]:
+        """Everything that has arrived, in order. With `wait`, sleeps until something does, or for so long."""
         with self._arrived:
             if wait:
-                self._arrived.wait_for(lambda: bool(self._commands))
+                self._arrived.wait_for(lambda: bool(self._commands), timeout_s)
             taken, self._commands = self._commands, []
             return taken

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     from omlxd.cache.prefix import PrefixCache
+    from omlxd.cache.ssd import ModelStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,4 +61,5 @@ class LoadedModel:
     tokenizer: TokenizerWrapper
     facts: ModelFacts
     cache: PrefixCache | None = None
+    store: ModelStore | None = None  # the cache's colder tier
     uncached: str | None = None  # why there is no cache

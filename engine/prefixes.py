@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mlx.nn.layers.base import Module
 
 from omlxd.cache.errors import CacheInvariantError
-from omlxd.cache.prefix import Hit, PrefixCache
+from omlxd.cache.prefix import Hit, PrefixCache, Standing
+from omlxd.cache.ssd_format import Record
 from omlxd.engine.prefill import Prefill, new_caches
 from omlxd.engine.request import Request
 
@@ -75,6 +77,14 @@ class Prefixes:
             request.cached = hit.num_tokens
         request.computed = min(hit.num_tokens, len(request.job.prompt))
         return Prefill(self._model, tokens, hit.caches, hit.num_tokens)
+
+    def standing(self, request: Request) -> Standing | None:
+        """What memory has of the request's tokens, for the disk to go on from; None without a cache."""
+        return None if self._cache is None else self._cache.standing(request.tokens)
+
+    def adopt(self, request: Request, records: Sequence[Record]) -> int:
+        """Takes in what was read from disk of the request's prefix; returns how much of it was new and had room."""
+        return 0 if self._cache is None else self._cache.adopt(request.tokens, records)
 
     def would_reuse(self, request: Request) -> int:
         """How many of the request's tokens are stored now."""

@@ -78,7 +78,9 @@ class Request:
         self.waits_since = self.submitted  # for a row, unless it has one
         self.started: float | None = None
         self._first_token: float | None = None
-        self._fetch_s = 0.0
+        self._fetch_began = 0.0
+        self._fetch_s = 0.0  # reading from disk, in all
+        self._fetched_s = 0.0  # of which before it first had a row
 
     @property
     def id(self) -> str:
@@ -101,8 +103,13 @@ class Request:
         """Moves on. Raises InvariantError for a move that the table does not allow."""
         if self.state in ENDS or state not in _NEXT[self.state] | ENDS:
             raise InvariantError(f"request {self.id}: {self.state.name} -> {state.name}")
-        if state in (State.PREFILL, State.FETCHING) and self.started is None:
+        if self.state is State.FETCHING:
+            self._fetch_s += self._clock() - self._fetch_began
+        if state is State.FETCHING:
+            self._fetch_began = self._clock()
+        if state is State.PREFILL and self.started is None:
             self.started = self._clock()
+            self._fetched_s = self._fetch_s
         if state in _WAITING and self.state not in _WAITING:
             self.waits_since = self._clock()
         self.state = state
@@ -184,9 +191,9 @@ class Request:
         decode_s = now - first
         more = len(self.token_ids) - 1
         return Timings(
-            queue_ms=(started - self.job.arrived) * 1e3,
+            queue_ms=(started - self.job.arrived - self._fetched_s) * 1e3,
             fetch_ms=self._fetch_s * 1e3,
-            prefill_ms=(first - started - self._fetch_s) * 1e3,
+            prefill_ms=(first - started) * 1e3,
             ttft_ms=(first - self.job.arrived) * 1e3,
             decode_ms=decode_s * 1e3,
             mask_ms=self._mask_total_s * 1e3,

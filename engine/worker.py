@@ -26,8 +26,9 @@ from omlxd.engine.api import (
     TokenLogprob,
 )
 from omlxd.engine.batch import Batch, Caches, InterleavedBatch, MergedBatch, RowFailed, RowStart, RowToken
+from omlxd.engine.fetching import Fetching
 from omlxd.engine.following import Following
-from omlxd.engine.inbox import Abort, Ask, Close, Closed, Inbox, Submit
+from omlxd.engine.inbox import Abort, Ask, Close, Closed, Deliver, Inbox, Submit
 from omlxd.engine.line import Line
 from omlxd.engine.metrics import Meter
 from omlxd.engine.model import LoadedModel
@@ -70,6 +71,13 @@ class Worker:
         self._prefixes = Prefixes(loaded.model, loaded.cache)
         self._following = Following(clock, block_size=self._prefixes.block_size)
         self._line = Line(clock)
+        self._fetching = Fetching(
+            loaded.store,
+            self._prefixes,
+            deliver=lambda call: inbox.put(Deliver(call)),
+            rate=lambda: self._rate.tokens_per_s,
+            clock=clock,
+        )
         self._prompts: dict[str, tuple[Request, Prefill]] = {}  # in the order they were admitted
         self._rows: dict[str, Request] = {}  # decoding, in the order they joined
         self._last_turn: dict[str, int] = {}
@@ -111,13 +119,15 @@ class Worker:
         idle = not (self._line or self._prompts or self._rows)
         if idle:
             self._publish(now=True)
-        for command in self._inbox.take(wait=idle):
+        for command in self._inbox.take(wait=idle, timeout_s=self._fetching.wait_s):
             if isinstance(command, Submit):
                 self._line.add(Request(command.job, self._loaded.tokenizer, self._clock))
             elif isinstance(command, Abort):
                 self._abort(command)
             elif isinstance(command, Ask):
                 command.call(self._prefixes.cache)
+            elif isinstance(command, Deliver):
+                command.call()
             else:
                 self._closing = command
 
@@ -127,6 +137,7 @@ class Worker:
         self._steps += 1
         self._line.release([hold for hold in self._line.holds if self._following.over(hold)])
         self._end_overdue()
+        self._take_fetched()
         self._admit()
         self._compute(turn(self._view(), self._limits))
         if self._rows:
@@ -135,7 +146,8 @@ class Worker:
         self._concerned = ()
 
     def _live(self) -> list[Request]:
-        return [*self._line, *(request for request, _ in self._prompts.values()), *self._rows.values()]
+        placed = [*(request for request, _ in self._prompts.values()), *self._rows.values()]
+        return [*self._line, *self._fetching.requests, *placed]
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -150,6 +162,11 @@ class Worker:
                 break
             if decided.preempt is not None and self._line.defers(request):
                 continue  # nobody is preempted for one who would be next
+            if self._fetching.begin(request):
+                self._line.remove(request)
+                request.enter(State.FETCHING, "its prefix is read from disk")
+                free -= 1
+                continue
             hold = self._following.hold_for(request, self._prefixes.would_reuse)
             if hold is not None:
                 self._line.hold(hold)
@@ -161,6 +178,11 @@ class Worker:
                 self._preempt(decided.preempt)
             self._begin(request)
             free -= 1
+
+    def _take_fetched(self) -> None:
+        for request in reversed(self._fetching.over()):
+            request.enter(State.QUEUED)
+            self._line.put_first(request)
 
     def _placed(self) -> list[Request]:
         return [*(request for request, _ in self._prompts.values()), *self._rows.values()]
@@ -343,6 +365,7 @@ class Worker:
     def _abort(self, command: Abort) -> None:
         placed = self._prompts.get(command.id)
         request = self._line.get(command.id) or self._rows.get(command.id) or (placed[0] if placed else None)
+        request = request or self._fetching.get(command.id)
         if request is None:
             return  # it ended before the command came
         self._keep(request)
@@ -363,6 +386,7 @@ class Worker:
         self._has_news = True
         self._say(request, event)
         self._line.remove(request)
+        self._fetching.forget(request)
         self._rows.pop(request.id, None)
         self._forget_prompt(request)
         self._prefixes.forget(request)
@@ -370,6 +394,7 @@ class Worker:
     def _leave(self, request: Request) -> None:
         """Takes a request that goes on later out of its place."""
         self._batch.remove(frozenset({request.id}))
+        self._fetching.forget(request)
         self._rows.pop(request.id, None)
         self._forget_prompt(request)
         self._prefixes.forget(request)
@@ -421,7 +446,7 @@ class Worker:
     def _let_go(self) -> int:
         """Drops the model and everything computed with it; returns the bytes that came free."""
         before = mx.get_active_memory()
-        del self._batch, self._loaded, self._prefixes
+        del self._batch, self._loaded, self._prefixes, self._fetching
         gc.collect()
         mx.clear_cache()
         return max(0, before - mx.get_active_memory())

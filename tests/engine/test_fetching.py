@@ -1,0 +1,153 @@
+"""A request whose prefix is on disk waits for it while others decode, and for no longer than it is worth."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
+
+from omlxd.cache.disk import Disk
+from omlxd.cache.hot import HotTier
+from omlxd.engine.api import Cancelled
+from omlxd.engine.fetching import SILENT_S
+from tests.cache.running import prompt
+from tests.cache.shelves import of_model, open_store
+from tests.engine.running import Running, assert_is_the_cold_run, engine, job, loaded
+from tests.models import MODELS, build
+
+pytestmark = pytest.mark.anyio
+
+
+def with_store(store, name, model, tier=None):
+    here = of_model(store, name, tier)
+    return replace(loaded(name, model), cache=here.cache, store=here.view)
+
+
+class SlowDisk(Disk):
+    """Reads wait until the test lets them go on."""
+
+    def __init__(self):
+        self.reading = threading.Event()
+        self.go_on = threading.Event()
+
+    def read(self, path):
+        self.reading.set()
+        assert self.go_on.wait(60)
+        return super().read(path)
+
+
+class Clock:
+    """Stands still until it is moved."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+async def stored(tmp_path, name, model, tokens):
+    """Generates once and stops: what is on disk then, and the answer."""
+    store = open_store(tmp_path)
+    async with engine(with_store(store, name, model)) as running:
+        result = await Running(running, job(tokens)).result()
+    assert store.close(30) == 0
+    return result
+
+
+@pytest.mark.parametrize("name", MODELS)
+async def test_after_a_restart_an_answer_is_the_cold_one_and_its_prompt_is_not_computed_again(name, tmp_path):
+    model = build(name)
+    tokens = prompt(100)
+    first = await stored(tmp_path, name, model, tokens)
+    longer = [*tokens, *first.token_ids, *prompt(7, seed=3)]
+    here = with_store(store := open_store(tmp_path), name, model)
+    async with engine(here) as running:
+        result = await Running(running, job(longer, logprobs=20)).result()
+    store.close(30)
+    assert_is_the_cold_run(model, result)
+    assert result.usage.cached_tokens == len(tokens) + len(first.token_ids)  # as if nothing had stopped
+    assert result.timings.fetch_ms > 0
+
+
+async def test_others_decode_while_a_prefix_is_read(tmp_path):
+    model = build("llama")
+    tokens = prompt(100)
+    await stored(tmp_path, "llama", model, tokens)
+    disk = SlowDisk()
+    store = open_store(tmp_path, disk=disk)
+    async with engine(with_store(store, "llama", model), clock=Clock()) as running:
+        reader = Running(running, job(tokens))
+        await asyncio.to_thread(disk.reading.wait, 60)
+        other = await Running(running, job(prompt(20, seed=9), 30)).result()
+        assert len(other.token_ids) == 30
+        (info,) = [each for each in running.requests if each.id == reader.job.id]
+        assert info.state == "FETCHING"
+        disk.go_on.set()
+        result = await reader.result()
+    store.close(30)
+    assert result.usage.cached_tokens == 99
+    assert_is_the_cold_run(model, result)
+
+
+async def test_a_request_can_be_cancelled_while_its_prefix_is_read(tmp_path):
+    model = build("llama")
+    tokens = prompt(100)
+    await stored(tmp_path, "llama", model, tokens)
+    disk = SlowDisk()
+    store = open_store(tmp_path, disk=disk)
+    async with engine(with_store(store, "llama", model), clock=Clock()) as running:
+        reader = Running(running, job(tokens))
+        await asyncio.to_thread(disk.reading.wait, 60)
+        running.abort(reader.job.id, None)
+        with pytest.raises(Cancelled):
+            await reader.result()
+        disk.go_on.set()
+        again = await Running(running, job(tokens)).result()
+    store.close(30)
+    assert_is_the_cold_run(model, again)
+
+
+async def test_a_silent_disk_is_not_waited_for(tmp_path):
+    model = build("llama")
+    tokens = prompt(100)
+    await stored(tmp_path, "llama", model, tokens)
+    disk = SlowDisk()
+    store = open_store(tmp_path, disk=disk)
+    clock = Clock()
+    async with engine(with_store(store, "llama", model), clock=clock) as running:
+        asked = Running(running, job(tokens))
+        await asyncio.to_thread(disk.reading.wait, 60)
+        clock.now += SILENT_S
+        result = await asked.result()
+        assert result.usage.cached_tokens == 0
+        assert_is_the_cold_run(model, result)
+        disk.go_on.set()
+    store.close(30)
+
+
+async def test_clients_with_one_prefix_read_it_once(tmp_path):
+    model = build("llama")
+    tokens = prompt(100)
+    await stored(tmp_path, "llama", model, tokens)
+    store = open_store(tmp_path)
+    async with engine(with_store(store, "llama", model)) as running:
+        asked = [Running(running, job([*tokens, *prompt(3, seed=n)])) for n in range(4)]
+        results = [await each.result() for each in asked]
+    assert store.stats().counts["read"] <= 7 + 3
+    store.close(30)
+    assert [result.usage.cached_tokens for result in results] == [100] * 4
+
+
+async def test_a_hot_tier_without_room_computes_instead(tmp_path):
+    model = build("llama")
+    tokens = prompt(100)
+    await stored(tmp_path, "llama", model, tokens)
+    store = open_store(tmp_path)
+    async with engine(with_store(store, "llama", model, HotTier(0))) as running:
+        result = await Running(running, job(tokens)).result()
+    store.close(30)
+    assert result.usage.cached_tokens == 0
+    assert_is_the_cold_run(model, result)
