@@ -28,7 +28,8 @@ from omlxd.engine.api import (
     Unsupported,
 )
 from omlxd.engine.boundaries import boundaries
-from omlxd.engine.inbox import Abort, Ask, Close, Closed, Inbox, Submit
+from omlxd.engine.guard import MemoryGuard
+from omlxd.engine.inbox import Abort, Ask, Close, Closed, Inbox, Preempt, Refuse, Submit
 from omlxd.engine.job import Job
 from omlxd.engine.model import LoadedModel, ModelFacts
 from omlxd.engine.preparing import Prepared, Preparer
@@ -48,8 +49,17 @@ FIRST_RETRY_MS, LEAST_RETRY_MS = 1000, 100
 class Engine:
     """The loop's handle on one engine thread. `closed` is set once, when the thread has let go of the model."""
 
-    def __init__(self, loaded: LoadedModel, limits: SchedulerLimits, clock: Clock = time.monotonic) -> None:
-        """Takes `loaded` over: whoever made it must drop it, or the model outlives its engine."""
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        limits: SchedulerLimits,
+        clock: Clock = time.monotonic,
+        guard: MemoryGuard | None = None,
+    ) -> None:
+        """Takes `loaded` over: whoever made it must drop it, or the model outlives its engine.
+
+        `guard` is shared by all engines; without one there is no limit.
+        """
         self.facts: ModelFacts = loaded.facts
         self._tokenizer = loaded.tokenizer
         self._wants_boundaries = loaded.cache is not None and loaded.cache.recurrent
@@ -63,7 +73,7 @@ class Engine:
         self._asked: set[Future[Any]] = set()
         self._mean_s: float | None = None
         self.closed: asyncio.Future[Closed] = self._loop.create_future()
-        self._worker = Worker(loaded, limits, self._inbox, self._emit, clock)
+        self._worker = Worker(loaded, limits, self._inbox, self._emit, clock, guard)
         self.merges_rows = self._worker.merges_rows
         self._thread = threading.Thread(target=self._main, name=f"engine-{self.facts.name}", daemon=True)
         self._thread.start()
@@ -138,6 +148,10 @@ class Engine:
 
     def abort(self, id: str, reason: str | None) -> None:
         self._inbox.put(Abort(id, reason))
+
+    def relieve(self, command: Preempt | Refuse) -> None:
+        """Asks the thread to take a request out of its place, or to end it, for the memory that it holds."""
+        self._inbox.put(command)
 
     def close(self, command: Close) -> None:
         """Asks the thread to end; `closed` tells when it has."""

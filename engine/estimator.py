@@ -83,6 +83,17 @@ class Widths:
     fused: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What one model's work costs."""
+
+    kv: KvCost
+    widths: Widths
+
+
+UNMEASURED = Costs(KvCost(()), Widths(hidden=0, heads=0, head_dim=0, intermediate=0, vocabulary=0))
+
+
 def turn_bytes(widths: Widths, kv: KvCost, tokens: int, context: int, rows: int = 1) -> int:
     """The transient of a turn: `tokens` of each of `rows` prompts, whose caches then hold `context` tokens.
 
@@ -110,7 +121,10 @@ class TurnEstimator:
 
     def took(self, nbytes: int, *, tokens: int, context: int, rows: int = 1) -> None:
         """A turn has taken `nbytes`, by MLX's own peak."""
-        ratio = nbytes / turn_bytes(self._widths, self._kv, tokens, context, rows)
+        foreseen = turn_bytes(self._widths, self._kv, tokens, context, rows)
+        if not foreseen:
+            return  # a model that was not measured
+        ratio = nbytes / foreseen
         self.ratio += _WEIGHT * (min(max(ratio, _LEAST_RATIO), _MOST_RATIO) - self.ratio)
 
     def most_tokens(self, wanted: int, *, least: int, done: int, room: int) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from omlxd.engine.api import OmlxError
 from omlxd.engine.job import Job
 
 if TYPE_CHECKING:
@@ -30,6 +31,22 @@ class Abort:
 
     id: str
     reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Preempt:
+    """Take this request out of its place, if it has one, back into the line; it goes on from what is stored."""
+
+    id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """End this request, if it is still there, with this error."""
+
+    id: str
+    error: OmlxError
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +73,19 @@ class Close:
     why: Literal["unloaded", "shutdown"]
 
 
-Command = Submit | Abort | Ask | Deliver | Close
+Command = Submit | Abort | Preempt | Refuse | Ask | Deliver | Close
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """What the thread leaves behind: why it ended, if not by command, and the bytes of arrays that went with it."""
+    """What the thread leaves behind: why it ended, if not by command, and the bytes of arrays that went with it.
+
+    `holder` names what still has the model, None if nothing does.
+    """
 
     failure: str | None
     freed_bytes: int
+    holder: str | None = None
 
 
 class Inbox:

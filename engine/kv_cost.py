@@ -7,6 +7,7 @@ and needs no formula per architecture.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,11 +17,21 @@ from mlx.nn.layers.base import Module
 
 from omlxd.cache.errors import UnsupportedLayout
 from omlxd.cache.layouts import Leaf, Recurrent, Sliceable, layout_for, leaves
-from omlxd.engine.estimator import KvCost, LeafCost
+from omlxd.engine.estimator import Costs, KvCost, LeafCost
+from omlxd.engine.model import LoadedModel
 from omlxd.engine.prefill import new_caches
+from omlxd.engine.widths import widths
 
 _TOKENS = 8  # of the pass that is not computed; more than one, so that it is a prompt's and not a row's
 _FAR = 1 << 40
+
+
+def costs_of(loaded: LoadedModel) -> Costs:
+    """What the loaded model's work costs, by its caches and by the config in its folder."""
+    config = json.loads((loaded.facts.path / "config.json").read_bytes())
+    gpu = mx.default_device() == mx.Device(mx.gpu)
+    vocabulary, each = loaded.facts.vocab_size, item_bytes(loaded.model)
+    return Costs(kv_cost(loaded.model), widths(config, vocabulary=vocabulary, item_bytes=each, gpu=gpu))
 
 
 def kv_cost(model: Module) -> KvCost:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omlxd.engine.estimator import UNMEASURED, Costs
+
 if TYPE_CHECKING:
     from mlx.nn.layers.base import Module
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -63,3 +65,4 @@ class LoadedModel:
     cache: PrefixCache | None = None
     store: ModelStore | None = None  # the cache's colder tier
     uncached: str | None = None  # why there is no cache
+    costs: Costs = UNMEASURED

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
@@ -28,8 +29,11 @@ from omlxd.engine.api import (
 from omlxd.engine.batch import Batch, Caches, InterleavedBatch, MergedBatch, RowFailed, RowStart, RowToken
 from omlxd.engine.fetching import Fetching
 from omlxd.engine.following import Following
-from omlxd.engine.inbox import Abort, Ask, Close, Closed, Deliver, Inbox, Submit
+from omlxd.engine.guard import MemoryGuard
+from omlxd.engine.inbox import Abort, Ask, Close, Closed, Deliver, Inbox, Preempt, Refuse, Submit
+from omlxd.engine.job import Job
 from omlxd.engine.line import Line
+from omlxd.engine.memory import WAITS_FOR_MEMORY, WorkMemory, holder_of
 from omlxd.engine.metrics import Meter
 from omlxd.engine.model import LoadedModel
 from omlxd.engine.prefill import Prefill, mergeable, new_caches
@@ -48,6 +52,7 @@ OVERDUE_S = 1.0  # how often the line is looked through for those who have waite
 OVERDUE_RETRY_MS = 60_000  # for them: whoever waits an hour waits for more than one request to end
 # How many of the line's first are looked at for a free row beyond the rows themselves: held ones make way for others.
 LOOKAHEAD = 8
+STUCK_S = 0.1  # how often an engine whose requests all wait for memory looks again
 
 Events = Sequence[tuple[str, Event]]
 Emit = Callable[[Events], None]
@@ -60,7 +65,13 @@ class Worker:
     """
 
     def __init__(
-        self, loaded: LoadedModel, limits: SchedulerLimits, inbox: Inbox, emit: Emit, clock: Clock = time.monotonic
+        self,
+        loaded: LoadedModel,
+        limits: SchedulerLimits,
+        inbox: Inbox,
+        emit: Emit,
+        clock: Clock = time.monotonic,
+        guard: MemoryGuard | None = None,
     ) -> None:
         self._loaded = loaded
         self._limits = limits
@@ -70,6 +81,9 @@ class Worker:
         self.merges_rows = mergeable(new_caches(loaded.model))
         self._prefixes = Prefixes(loaded.model, loaded.cache)
         self._following = Following(clock, block_size=self._prefixes.block_size)
+        self._memory = WorkMemory(
+            loaded.facts.name, guard or MemoryGuard(), loaded.costs, clock, merges_rows=self.merges_rows
+        )
         self._line = Line(clock)
         self._fetching = Fetching(
             loaded.store,
@@ -108,20 +122,27 @@ class Worker:
                 self._failures = 0
             except Exception as exc:  # noqa: BLE001  the top of this thread's loop: some requests end, the rest go on
                 failure = self._recover(exc)
+            self._memory.arrays_dropped()
             self._publish()
             self._flush()
         self._end_all(failure)
         self._publish(now=True)
         self._flush()
-        return Closed(failure, self._let_go())
+        return self._let_go(failure)
 
     def _take_commands(self) -> None:
         idle = not (self._line or self._prompts or self._rows)
         if idle:
             self._publish(now=True)
-        for command in self._inbox.take(wait=idle, timeout_s=self._fetching.wait_s):
+        stuck = self._memory.somebody_waits and not (self._prompts or self._rows)
+        for command in self._inbox.take(wait=idle or stuck, timeout_s=STUCK_S if stuck else self._fetching.wait_s):
             if isinstance(command, Submit):
-                self._line.add(Request(command.job, self._loaded.tokenizer, self._clock))
+                self._take_in(command.job)
+            elif isinstance(command, Preempt):
+                if command.id in self._rows or command.id in self._prompts:
+                    self._preempt(command.id, command.reason)
+            elif isinstance(command, Refuse):
+                self._refuse(command)
             elif isinstance(command, Abort):
                 self._abort(command)
             elif isinstance(command, Ask):
@@ -139,7 +160,7 @@ class Worker:
         self._end_overdue()
         self._take_fetched()
         self._admit()
-        self._compute(turn(self._view(), self._limits))
+        self._compute(turn(self._view(), self._turn_limits()))
         if self._rows:
             self._concerned = list(self._rows.values())
             self._settle(self._batch.step())
@@ -148,6 +169,13 @@ class Worker:
     def _live(self) -> list[Request]:
         placed = [*(request for request, _ in self._prompts.values()), *self._rows.values()]
         return [*self._line, *self._fetching.requests, *placed]
+
+    def _take_in(self, job: Job) -> None:
+        request = Request(job, self._loaded.tokenizer, self._clock)
+        self._line.add(request)
+        refused = self._memory.refusal(request)
+        if refused is not None:
+            self._end(request, State.FAILED, refused)
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -174,8 +202,10 @@ class Worker:
                 self._meter.held()
                 self._say_waits(request)
                 continue
+            if not self._has_memory(request):
+                break  # nobody passes, or one who needs much would wait for ever
             if decided.preempt is not None:
-                self._preempt(decided.preempt)
+                self._preempt(decided.preempt, "preempted by an interactive request")
             self._begin(request)
             free -= 1
 
@@ -186,6 +216,19 @@ class Worker:
 
     def _placed(self) -> list[Request]:
         return [*(request for request, _ in self._prompts.values()), *self._rows.values()]
+
+    def _has_memory(self, request: Request) -> bool:
+        if self._memory.admit(request):
+            return True
+        in_vain = self._memory.lost_patience(request)
+        if in_vain is not None:
+            self._end(request, State.FAILED, in_vain)
+        elif request.reason != WAITS_FOR_MEMORY:
+            request.enter(State.HELD, WAITS_FOR_MEMORY)
+            request.enter(State.QUEUED, WAITS_FOR_MEMORY)
+            self._meter.held()
+            self._say_waits(request)
+        return False
 
     def _begin(self, request: Request) -> None:
         self._concerned = [request]
@@ -200,13 +243,13 @@ class Worker:
             return
         self._following.lead(request, prefill.done)
 
-    def _preempt(self, id: str) -> None:
+    def _preempt(self, id: str, reason: str) -> None:
         """Takes a request out of its place and back into the line; what it has computed is kept."""
         request = self._rows.get(id) or self._prompts[id][0]
         self._keep(request)
         self._leave(request)
-        request.enter(State.HELD, "preempted by an interactive request")
-        request.enter(State.QUEUED, "preempted by an interactive request")
+        request.enter(State.HELD, reason)
+        request.enter(State.QUEUED, reason)
         self._line.put_first(request)
         self._meter.preempted()
         self._say_waits(request)
@@ -234,6 +277,11 @@ class Worker:
             after_long=self._after_long,
         )
 
+    def _turn_limits(self) -> SchedulerLimits:
+        if not self._prompts:
+            return self._limits
+        return self._memory.turn_limits(self._limits, [prefill for _, prefill in self._prompts.values()])
+
     def _prompt_view(self, request: Request, prefill: Prefill) -> Prompt:
         return Prompt(
             id=request.id,
@@ -254,7 +302,8 @@ class Worker:
     def _advance(self, request: Request, prefill: Prefill, num_tokens: int) -> None:
         self._concerned = [request]
         before, began = prefill.done, self._clock()
-        prefill.advance(num_tokens)
+        with self._memory.turn(tokens=num_tokens, context=before + num_tokens):
+            prefill.advance(num_tokens)
         elapsed_s = self._clock() - began
         self._meter.prefilled(prefill.done - before, elapsed_s)
         prefill.rate.measured(prefill.done - before, elapsed_s)
@@ -278,13 +327,15 @@ class Worker:
         requests = {request.id: (request, prefill) for request, prefill in group}
         counts = [prefill.remaining + 1 for _, prefill in group]
         began = self._clock()
-        if len(group) == 1 and group[0][1].remaining:
-            # Alone, it is computed on its own caches, which are merged for its last token only: one copy less.
-            request, prefill = group[0]
-            prefill.advance(prefill.remaining)
-            self._stored(request, prefill.caches, prefill.done)
-        rows = [self._row(request, prefill) for request, prefill in group]
-        self._batch.join(rows, lambda id, caches: self._stored(requests[id][0], caches, requests[id][0].length - 1))
+        longest = max(request.length for request, _ in group)
+        with self._memory.turn(tokens=max(counts), context=longest, rows=len(group)):
+            if len(group) == 1 and group[0][1].remaining:
+                # Alone, it is computed on its own caches, merged for its last token only: one copy less.
+                request, prefill = group[0]
+                prefill.advance(prefill.remaining)
+                self._stored(request, prefill.caches, prefill.done)
+            rows = [self._row(request, prefill) for request, prefill in group]
+            self._batch.join(rows, lambda id, caches: self._stored(requests[id][0], caches, requests[id][0].length - 1))
         elapsed_s = self._clock() - began
         self._meter.prefilled(sum(counts), elapsed_s)
         self._rate.measured(len(counts) * max(counts), elapsed_s)
@@ -347,8 +398,10 @@ class Worker:
                 elif reason is not None:
                     self._end(request, State.FINISHED, request.result(reason))
                 gone.append(row.id)
-            elif self._prefixes.fills_a_block(request):
-                self._prefixes.while_decoding(request, self._batch.caches(row.id))
+            else:
+                self._memory.grow(request)
+                if self._prefixes.fills_a_block(request):
+                    self._prefixes.while_decoding(request, self._batch.caches(row.id))
         if gone:
             self._batch.remove(frozenset(gone))
 
@@ -372,6 +425,13 @@ class Worker:
         self._end(request, State.CANCELLED, request.cancelled(command.reason))
         self._batch.remove(frozenset({request.id}))
 
+    def _refuse(self, command: Refuse) -> None:
+        for request in self._live():
+            if request.id == command.id:
+                self._keep(request)
+                self._end(request, State.FAILED, command.error)
+                self._batch.remove(frozenset({request.id}))
+
     def _keep(self, request: Request) -> None:
         """Stores what a request that leaves has computed, so that whoever asks again gets further."""
         if request.id in self._rows:
@@ -390,6 +450,7 @@ class Worker:
         self._rows.pop(request.id, None)
         self._forget_prompt(request)
         self._prefixes.forget(request)
+        self._memory.leave(request)
 
     def _leave(self, request: Request) -> None:
         """Takes a request that goes on later out of its place."""
@@ -398,6 +459,7 @@ class Worker:
         self._rows.pop(request.id, None)
         self._forget_prompt(request)
         self._prefixes.forget(request)
+        self._memory.leave(request)
 
     def _forget_prompt(self, request: Request) -> None:
         self._prompts.pop(request.id, None)
@@ -443,13 +505,16 @@ class Worker:
             else:
                 self._end(request, State.CANCELLED, request.cancelled("model unloaded"))
 
-    def _let_go(self) -> int:
-        """Drops the model and everything computed with it; returns the bytes that came free."""
-        before = mx.get_active_memory()
+    def _let_go(self, failure: str | None) -> Closed:
+        """Drops the model and everything computed with it; says what came free, or who still has the model."""
+        before, accounted = mx.get_active_memory(), self._loaded.facts.weight_bytes + self._memory.held_bytes
+        model = weakref.ref(self._loaded.model)
         del self._batch, self._loaded, self._prefixes, self._fetching
         gc.collect()
         mx.clear_cache()
-        return max(0, before - mx.get_active_memory())
+        self._memory.close()
+        freed = max(0, before - mx.get_active_memory())  # other engines go on meanwhile: no more than was ours
+        return Closed(failure, min(freed, accounted) if accounted else freed, holder_of(model()))
 
     # -- small things -------------------------------------------------------------------------------------------------
 
