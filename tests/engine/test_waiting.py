@@ -212,6 +212,12 @@ def test_one_token_needs_no_warming() -> None:
 
 def test_a_warm_request_takes_turns_and_a_row_like_others() -> None:
     watched = Watched()
+    both_came = threading.Event()
+
+    def wait_for_both(_: Any) -> None:
+        assert both_came.wait(10)
+
+    watched.before = wait_for_both
 
     async def main() -> list[str]:
         ends: list[str] = []
@@ -223,6 +229,7 @@ def test_a_warm_request_takes_turns_and_a_row_like_others() -> None:
         async with engine(cached("watched", watched), max_batch=2, prefill_chunk=16) as running:
             warm = Running(running, job(tokens(400), 1, warm=True))
             short = Running(running, job(tokens(10, 5), 2))
+            both_came.set()
             await asyncio.gather(finished("warm", warm), finished("short", short))
         return ends
 
@@ -246,14 +253,21 @@ def test_who_needs_what_is_being_warmed_waits_for_it() -> None:
 
 def test_a_warm_request_that_is_cancelled_keeps_what_it_computed() -> None:
     watched = Watched()
-    reached = threading.Event()
-    watched.before = lambda _: reached.set() if len(watched.calls) > 4 else None
+    reached, left = threading.Event(), threading.Event()
+
+    def wait_in_the_fifth_turn(_: Any) -> None:
+        if len(watched.calls) == 4:
+            reached.set()
+            assert left.wait(10)
+
+    watched.before = wait_in_the_fifth_turn
 
     async def main() -> GenerationResult:
         async with engine(cached("watched", watched), prefill_chunk=32) as running:
             warm = Running(running, job(tokens(400), 1, warm=True))
             await asyncio.to_thread(reached.wait, 10)
             warm.stream.cancel()
+            left.set()
             with pytest.raises(Cancelled):
                 await warm.result()
             return await Running(running, job(tokens(400), 1, warm=True)).result()
