@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from omlxd.engine.engine import Engine
 
 log = logging.getLogger(__name__)
+
+MAX_MODELS = 256  # loaded at once; each has a thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class MlxBackend:
         self._limits = limits
         self._cache = cache
         self.tier = HotTier(cache.hot_bytes)
+        self._threads = ThreadPoolExecutor(MAX_MODELS, thread_name_prefix="engine")
         self.registry: CacheRegistry | None = None  # from the first load on: it imports mlx
 
     def load(self, entry: CatalogEntry, options: LoadOptions, progress: ProgressSink) -> LoadedModel:
@@ -53,7 +57,11 @@ class MlxBackend:
     def start(self, loaded: LoadedModel) -> Engine:
         from omlxd.engine.engine import Engine
 
-        return Engine(loaded, self._limits)
+        return Engine(loaded, self._limits, threads=self._threads)
+
+    def close(self) -> None:
+        """Lets the engine threads go, once every engine has ended."""
+        self._threads.shutdown(wait=False)
 
     # -- the caches, for any thread -----------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ however it ends, everyone who still waits gets an answer.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 
 from omlxd.cache.prefix import PrefixCache
 from omlxd.engine.api import (
+    Cancelled,
     EngineFailed,
     GenerateRequest,
     GenerationResult,
@@ -55,10 +57,12 @@ class Engine:
         limits: SchedulerLimits,
         clock: Clock = time.monotonic,
         guard: MemoryGuard | None = None,
+        threads: ThreadPoolExecutor | None = None,
     ) -> None:
         """Takes `loaded` over: whoever made it must drop it, or the model outlives its engine.
 
-        `guard` is shared by all engines; without one there is no limit.
+        `guard` is shared by all engines; without one there is no limit. So are `threads`: one of them is this engine's
+        until it closes and then free for another's, because mlx keeps a stream's own thread for ever.
         """
         self.facts: ModelFacts = loaded.facts
         self._tokenizer = loaded.tokenizer
@@ -75,8 +79,8 @@ class Engine:
         self.closed: asyncio.Future[Closed] = self._loop.create_future()
         self._worker = Worker(loaded, limits, self._inbox, self._emit, clock, guard)
         self.merges_rows = self._worker.merges_rows
-        self._thread = threading.Thread(target=self._main, name=f"engine-{self.facts.name}", daemon=True)
-        self._thread.start()
+        threads = threads if threads is not None else ThreadPoolExecutor(1, thread_name_prefix="engine")
+        threads.submit(self._main)
 
     @property
     def requests(self) -> Sequence[RequestInfo]:
@@ -95,21 +99,40 @@ class Engine:
 
     async def token_ids(self, prompt: Prompt) -> Sequence[int]:
         """The prompt as the model reads it. Raises InvalidParams, Unsupported."""
-        return await self._loop.run_in_executor(self._tokenizing, token_ids, prompt, self._tokenizer, self.facts)
+        return await self._tokenize(token_ids, prompt, self._tokenizer, self.facts)
 
     async def boundaries(self, prompt: Prompt, ids: Sequence[int]) -> Sequence[int]:
         """Where checkpoints are worth taking in a prompt; nowhere for a model whose state can be cut anywhere."""
         if not self._wants_boundaries:
             return ()
-        return await self._loop.run_in_executor(self._tokenizing, boundaries, prompt, ids, self._tokenizer, self.facts)
+        return await self._tokenize(boundaries, prompt, ids, self._tokenizer, self.facts)
 
     async def prepare(self, request: GenerateRequest) -> Prepared:
         """A request's prompt and how its answer is read. Raises InvalidParams, Unsupported."""
-        return await self._loop.run_in_executor(self._tokenizing, self._preparer.prepare, request)
+        return await self._tokenize(self._preparer.prepare, request)
 
     async def text(self, ids: Sequence[int]) -> str:
         """What the ids stand for, special tokens included. Raises InvalidParams."""
-        return await self._loop.run_in_executor(self._tokenizing, text_of, ids, self._tokenizer, self.facts)
+        return await self._tokenize(text_of, ids, self._tokenizer, self.facts)
+
+    async def _tokenize(self, work: Callable[..., T], *args: Any) -> T:
+        """Runs `work` on the tokenizer thread. Who waits for it is told when the engine ends first."""
+        if self.closed.done():
+            raise self._gone()
+        task = self._loop.run_in_executor(self._tokenizing, functools.partial(work, *args))
+        try:
+            either: list[asyncio.Future[Any]] = [task, self.closed]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise self._gone()
+            return task.result()
+        finally:
+            task.cancel()
+
+    def _gone(self) -> OmlxError:
+        """What a request is told that comes, or is left, when the engine has ended."""
+        failure = self.closed.result().failure
+        return Cancelled(reason="model unloaded") if failure is None else EngineFailed(self.facts.name, failure)
 
     async def ask_cache(self, question: Callable[[PrefixCache], T]) -> T:
         """Asks the model's prefix cache, on the engine thread between two steps; a question must be quick.
@@ -138,9 +161,9 @@ class Engine:
             self._asked.discard(answer)
 
     def submit(self, job: Job, stream: EventStream) -> None:
-        """Queues a job. Raises QueueFull, or EngineFailed when the engine has ended."""
+        """Queues a job. Raises QueueFull, or Cancelled or EngineFailed when the engine has ended."""
         if self.closed.done():
-            raise EngineFailed(job.model, "the engine has ended")
+            raise self._gone()
         if len(self._live) >= self._limits.max_batch + self._limits.max_queue:
             raise QueueFull(self._limits.max_queue, self._retry_ms())
         self._live[job.id] = stream
@@ -166,6 +189,7 @@ class Engine:
     # -- the thread's side --------------------------------------------------------------------------------------------
 
     def _main(self) -> None:
+        threading.current_thread().name = f"engine-{self.facts.name}"
         try:
             closed = self._worker.run()
         except Exception as exc:  # the top of the thread: whatever went wrong, nobody may be left waiting
@@ -191,11 +215,11 @@ class Engine:
         self._mean_s = took_ms / 1e3 if self._mean_s is None else 0.8 * self._mean_s + 0.2 * took_ms / 1e3
 
     def _ended(self, closed: Closed) -> None:
+        self.closed.set_result(closed)
         for stream in self._live.values():
-            stream.deliver(EngineFailed(self.facts.name, closed.failure or "the engine has ended"))
+            stream.deliver(self._gone())
         self._live.clear()
         for asked in self._asked:
             if not asked.done():
                 asked.set_exception(EngineFailed(self.facts.name, closed.failure or "the engine has ended"))
         self._tokenizing.shutdown(wait=False)
-        self.closed.set_result(closed)

@@ -44,11 +44,13 @@ LET_GO_S = 30.0  # how long an engine may take to end once told to: a prefill tu
 
 
 class ModelBackend(Protocol):
-    """How models become engines. `load` runs on the loader thread, `start` on the event loop."""
+    """How models become engines. `load` runs on the loader thread, the others on the event loop."""
 
     def load(self, entry: CatalogEntry, options: LoadOptions, progress: ProgressSink) -> LoadedModel: ...
 
     def start(self, loaded: LoadedModel) -> EngineHandle: ...
+
+    def close(self) -> None: ...
 
 
 class Pool:
@@ -176,6 +178,7 @@ class Pool:
             if isinstance(end, BaseException):
                 log.error("an engine did not end: %s", end)
         self._loader.shutdown(wait=False, cancel_futures=True)
+        self._backend.close()
 
     # -- coming -------------------------------------------------------------------------------------------------------
 

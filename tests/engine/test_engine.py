@@ -6,16 +6,27 @@ import asyncio
 import gc
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from omlxd.engine.api import Cancelled, Delta, EngineFailed, GenerationResult, Progress, QueueFull, ShuttingDown
+from omlxd.engine.api import (
+    Cancelled,
+    Delta,
+    EngineFailed,
+    GenerationResult,
+    Progress,
+    QueueFull,
+    ShuttingDown,
+    TextPrompt,
+)
 from omlxd.engine.engine import Engine
 from omlxd.engine.inbox import Close
 from omlxd.engine.request import Request
 from omlxd.engine.sampling_settings import SamplingSettings
+from omlxd.engine.scheduler import SchedulerLimits
 from tests.engine.running import Running, assert_is_the_cold_run, engine, job, loaded
 from tests.engine.watched import Watched
 from tests.models import IM_END, scripted
@@ -360,6 +371,40 @@ def test_closing_ends_every_request_with_the_reason(why: Any, error: type[Except
             return await asyncio.gather(row.result(), queued.result(), return_exceptions=True)
 
     assert [type(end) for end in asyncio.run(main())] == [error, error]
+
+
+def test_a_prompt_that_is_still_being_read_ends_with_its_engine() -> None:
+    async def main() -> None:
+        async with engine(loaded("llama")) as running:
+            reading = asyncio.ensure_future(running.token_ids(TextPrompt("word " * 400_000)))
+            await asyncio.sleep(0)
+            running.close(Close("unloaded"))
+            with pytest.raises(Cancelled, match="model unloaded"):
+                await reading
+            with pytest.raises(Cancelled, match="model unloaded"):
+                await running.token_ids(TextPrompt("word"))
+            with pytest.raises(Cancelled, match="model unloaded"):
+                Running(running, job(PROMPT))
+
+    asyncio.run(main())
+
+
+def test_engines_that_follow_each_other_use_one_thread() -> None:
+    before = threading.active_count()
+    with ThreadPoolExecutor(8, thread_name_prefix="engine") as threads:
+
+        async def main() -> set[str]:
+            names = set()
+            for _ in range(4):
+                running = Engine(loaded("llama"), SchedulerLimits(), threads=threads)
+                await Running(running, job(PROMPT, 2)).result()
+                names |= {thread.name for thread in threading.enumerate() if thread.name.startswith("engine")}
+                running.close(Close("unloaded"))
+                await asyncio.wait_for(running.closed, 30)
+            return names
+
+        assert asyncio.run(main()) == {"engine-llama"}
+    assert threading.active_count() <= before
 
 
 def test_ended_requests_and_closed_engines_hold_no_memory() -> None:

@@ -117,6 +117,8 @@ class FakeBackend:
         self.engines.append(FakeEngine(loaded.facts.name))
         return self.engines[-1]
 
+    def close(self) -> None: ...
+
 
 @asynccontextmanager
 async def pool(backend: FakeBackend, **options: Any) -> AsyncIterator[Pool]:
