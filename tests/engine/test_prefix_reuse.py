@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from omlxd.engine.api import Cancelled, EngineFailed, GenerationResult
+from omlxd.engine.engine import Engine
 from omlxd.engine.model import LoadedModel
 from omlxd.engine.sampling_settings import SamplingSettings
 from tests.engine.running import Running, assert_is_the_cold_run, cached, engine, job
@@ -131,26 +132,29 @@ def test_a_client_that_gives_up_and_comes_back_gets_further_each_time() -> None:
     model = cached("watched", watched)
     prompt = tokens(400)
 
+    async def attempt(running: Engine) -> int:
+        """Leaves in the middle of the fourth turn; returns how many tokens were reused."""
+        reached, left = threading.Event(), threading.Event()
+        began = len(watched.calls)
+
+        def pause_in_the_fourth(_: Any) -> None:
+            if len(watched.calls) == began + 3:
+                reached.set()
+                left.wait(10)
+
+        watched.before = pause_in_the_fourth
+        client = Running(running, job(prompt, 3))
+        assert await asyncio.to_thread(reached.wait, 10)
+        client.stream.cancel()
+        left.set()
+        with pytest.raises(Cancelled) as caught:
+            await client.result()
+        assert caught.value.partial is not None
+        return caught.value.partial.usage.cached_tokens
+
     async def main() -> list[int]:
-        got = []
         async with engine(model, prefill_chunk=32) as running:
-            for _ in range(3):
-                reached = threading.Event()
-                began = len(watched.calls)
-
-                def after_four_turns(_: Any, began: int = began, reached: threading.Event = reached) -> None:
-                    if len(watched.calls) >= began + 4:
-                        reached.set()
-
-                watched.before = after_four_turns
-                attempt = Running(running, job(prompt, 3))
-                await asyncio.to_thread(reached.wait, 10)
-                attempt.stream.cancel()
-                with pytest.raises(Cancelled) as caught:
-                    await attempt.result()
-                assert caught.value.partial is not None
-                got.append(caught.value.partial.usage.cached_tokens)
-        return got
+            return [await attempt(running) for _ in range(3)]
 
     got = asyncio.run(main())
     assert got[0] < got[1] < got[2]
