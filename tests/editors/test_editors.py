@@ -12,7 +12,9 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +25,9 @@ from tests.models import END_OF_TEXT, SPECIAL, write_scripted
 from tests.snippets import snippets
 
 MODEL: Final = "SmolLM2-135M-Instruct"
+CODER: Final = "coder"
+FIM: Final = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+MIDDLE: Final = "return a + b\n"
 WAVE: Final = "\U0001f44b "  # four bytes in UTF-8, two units in UTF-16: who counts anything but bytes loses the frame
 BEGINNING: Final = WAVE + "1 2 3 4 5 6 7 8 "
 SNIPPETS: Final = snippets("editors.md")
@@ -33,6 +38,7 @@ WAIT_S: Final = 60
 def daemon() -> Iterator[Daemon]:
     with daemon_in_new_home() as living:
         write_counting(living.models / MODEL)
+        write_counting(living.models / CODER)
         living.start()
         yield living
 
@@ -45,8 +51,8 @@ def nothing_is_left(daemon: Daemon) -> Iterator[None]:
 
 
 def write_counting(directory: Path) -> None:
-    """A model that waves and counts, and begins again; nothing that it says ends it."""
-    write_scripted(directory, [WAVE, *(f"{number} " for number in range(1, 60))])
+    """A model that waves and counts, and begins again; nothing that it says ends it. It fills in one middle."""
+    write_scripted(directory, [WAVE, *(f"{number} " for number in range(1, 57)), *FIM, MIDDLE])
     for file, key, end in (("config.json", "eos_token_id", END_OF_TEXT), ("tokenizer_config.json", "eos_token", None)):
         path = directory / file
         path.write_text(json.dumps({**json.loads(path.read_text()), key: end or SPECIAL[END_OF_TEXT]}))
@@ -68,10 +74,38 @@ class Shell:
         assert done.returncode == 0, done.stdout
         return done.stdout
 
+    def watch(self, daemon: Daemon, *command: str) -> str:
+        """The first line of a command that tells of events for ever, while a model comes and goes."""
+        with coming_and_going(daemon), subprocess.Popen(command, env=self._env, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            try:
+                return process.stdout.readline().decode()
+            finally:
+                process.kill()
+
     def file(self, name: str, *parts: str) -> str:
         path = self.path / name
         path.write_text("\n".join(parts), encoding="utf-8")
         return str(path)
+
+
+@contextmanager
+def coming_and_going(daemon: Daemon) -> Iterator[None]:
+    """Loads and unloads a model again and again: when a client has begun to listen, it cannot say."""
+    ended = threading.Event()
+
+    def toggle() -> None:
+        while not ended.is_set():
+            daemon.call("models.load", model=CODER)
+            daemon.call("models.unload", model=CODER)
+
+    thread = threading.Thread(target=toggle)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @pytest.fixture
@@ -97,22 +131,30 @@ def need(program: str) -> str:
 # -- vscode-jsonrpc ---------------------------------------------------------------------------------------------------
 
 
-def node(shell: Shell, task: str) -> str:
+def node(shell: Shell, task: str) -> tuple[str, str]:
     program = need("node")
     looked = subprocess.run([program, "-e", "require('vscode-jsonrpc/node')"], capture_output=True)
     if looked.returncode:
         pytest.skip("node finds no vscode-jsonrpc (npm install it, and name its node_modules in NODE_PATH)")
-    return shell.run(program, shell.file("chat.js", SNIPPETS["vscode connect"], SNIPPETS[f"vscode {task}"]))
+    return program, shell.file("chat.js", SNIPPETS["vscode connect"], SNIPPETS[f"vscode {task}"])
 
 
 def test_vscode_jsonrpc_streams_a_chat(shell: Shell) -> None:
-    said = node(shell, "chat")
+    said = shell.run(*node(shell, "chat"))
     assert said.startswith(BEGINNING)
     assert said.endswith("400 tokens, length\n")
 
 
 def test_vscode_jsonrpc_cancels(shell: Shell) -> None:
-    assert node(shell, "cancel").startswith(f"-32800: {WAVE}")
+    assert shell.run(*node(shell, "cancel")).startswith(f"-32800: {WAVE}")
+
+
+def test_vscode_jsonrpc_fills_in(shell: Shell) -> None:
+    assert shell.run(*node(shell, "fim")).startswith(MIDDLE)
+
+
+def test_vscode_jsonrpc_hears_events(shell: Shell, daemon: Daemon) -> None:
+    assert shell.watch(daemon, *node(shell, "events")).startswith("coder is ")
 
 
 # -- Neovim -----------------------------------------------------------------------------------------------------------
@@ -120,7 +162,7 @@ def test_vscode_jsonrpc_cancels(shell: Shell) -> None:
 NVIM_END: Final = """
 assert(vim.wait(50000, function() return omlxd.said ~= nil end, 5), "no end came")
 vim.fn.writefile(vim.api.nvim_buf_get_lines(0, 0, -1, true), "buffer")
-vim.fn.writefile({ omlxd.said }, "said")
+vim.fn.writefile(vim.split(omlxd.said, "\\n"), "said")
 vim.cmd("qall!")
 """
 
@@ -157,6 +199,28 @@ def test_neovim_cancels(shell: Shell) -> None:
     assert said == "-32800\n"
 
 
+def test_neovim_fills_in(shell: Shell) -> None:
+    _, said = nvim(shell, nvim_that_connects(), "nvim", "fim")
+    assert said.startswith(MIDDLE)
+
+
+def test_neovim_hears_events(shell: Shell, daemon: Daemon) -> None:
+    with coming_and_going(daemon):
+        _, said = nvim(shell, nvim_that_connects(), "nvim", "events")
+    assert said.startswith("coder is ")
+
+
+def test_an_old_neovim_fills_in(shell: Shell) -> None:
+    _, said = nvim(shell, need("nvim"), "nvim-old", "fim")
+    assert said.startswith(MIDDLE)
+
+
+def test_an_old_neovim_hears_events(shell: Shell, daemon: Daemon) -> None:
+    with coming_and_going(daemon):
+        _, said = nvim(shell, need("nvim"), "nvim-old", "events")
+    assert said.startswith("coder is ")
+
+
 def test_an_old_neovim_streams_a_chat_into_its_buffer(shell: Shell) -> None:
     buffer, said = nvim(shell, need("nvim"), "nvim-old", "chat")
     assert buffer.startswith(BEGINNING)
@@ -187,6 +251,15 @@ def test_emacs_cancels(shell: Shell) -> None:
     assert f"-32800: {WAVE}" in emacs(shell, "cancel")
 
 
+def test_emacs_fills_in(shell: Shell) -> None:
+    assert MIDDLE in emacs(shell, "fim")
+
+
+def test_emacs_hears_events(shell: Shell, daemon: Daemon) -> None:
+    with coming_and_going(daemon):
+        assert "coder is " in emacs(shell, "events")
+
+
 # -- the shell --------------------------------------------------------------------------------------------------------
 
 
@@ -207,6 +280,19 @@ def test_a_shell_cancels(shell: Shell) -> None:
     assert answer["error"]["data"]["partial"]["finish_reason"] == "cancelled"
 
 
+def test_a_shell_fills_in(shell: Shell) -> None:
+    need("nc")
+    answer = json.loads(shell.run("sh", "-c", SNIPPETS["nc fim"]))
+    assert answer["result"]["text"].startswith(MIDDLE)
+
+
+def test_a_shell_hears_events(shell: Shell, daemon: Daemon) -> None:
+    need("nc")
+    subscribed = SNIPPETS["nc events"].rstrip() + " | grep --line-buffered '\"event\"'\n"
+    event = json.loads(shell.watch(daemon, "sh", "-c", subscribed))
+    assert (event["method"], event["params"]["model"]) == ("event", CODER)
+
+
 # -- Python -----------------------------------------------------------------------------------------------------------
 
 
@@ -222,8 +308,16 @@ def test_python_cancels(shell: Shell) -> None:
     assert python(shell, "cancel").startswith(f"cancelled {WAVE}")
 
 
+def test_python_fills_in(shell: Shell) -> None:
+    assert python(shell, "fim").startswith(MIDDLE)
+
+
+def test_python_hears_events(shell: Shell, daemon: Daemon) -> None:
+    assert shell.watch(daemon, sys.executable, "-c", SNIPPETS["python events"]).startswith("coder is ")
+
+
 def test_every_snippet_is_run() -> None:
     """So that a new one finds its test."""
     clients = {name.split()[0] for name in SNIPPETS}
     assert clients == {"vscode", "nvim", "nvim-old", "emacs", "nc", "socat", "python"}
-    assert {name.split()[1] for name in SNIPPETS} == {"connect", "chat", "cancel"}
+    assert {name.split()[1] for name in SNIPPETS} == {"connect", "chat", "cancel", "fim", "events"}
