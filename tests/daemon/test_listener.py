@@ -119,6 +119,24 @@ def test_a_file_that_is_no_socket_stays(path: str, lock: InstanceLock):
     assert Path(path).read_text() == "precious"
 
 
+@pytest.mark.parametrize("is_dangling", [True, False])
+def test_a_path_or_a_passing_name_that_is_a_link_is_not_followed(
+    path: str, home: str, lock: InstanceLock, tmp_path: Path, is_dangling: bool
+):
+    target = tmp_path / "target"
+    if not is_dangling:
+        target.write_text("precious")
+    os.symlink(target, path)
+    with pytest.raises(UnsafePlace, match="is not a socket"):
+        publish(path, lock)
+    os.unlink(path)
+    os.symlink(target, f"{home}/.{os.getpid():x}")
+    with publish(path, lock):
+        assert connects(path)
+    assert target.exists() != is_dangling
+    assert is_dangling or target.read_text() == "precious"
+
+
 def test_a_successors_socket_is_not_removed(path: str, lock: InstanceLock):
     listener = publish(path, lock)
     os.unlink(path)

@@ -57,3 +57,13 @@ def test_a_holder_that_has_not_signed_yet_is_a_holder(path: str):
         Path(path).write_text("")
         with pytest.raises(AlreadyRunning, match="just starting"):
             InstanceLock(path, "1")
+
+
+def test_a_lock_that_is_a_link_is_not_followed(path: str, tmp_path: Path):
+    """Whoever could put it there could have us write a pid over any file of the user's."""
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    os.symlink(precious, path)
+    with pytest.raises(OSError, match="symbolic link"):
+        InstanceLock(path, "1")
+    assert precious.read_text() == "precious"
