@@ -61,7 +61,7 @@ def token_ids(prompt: Prompt, tokenizer: TokenizerWrapper, facts: ModelFacts) ->
         return _not_empty(_checked(prompt.token_ids, facts, "prompt"), "prompt")
     if isinstance(prompt, TextPrompt):
         return _not_empty(encode(prompt.text, tokenizer), "prompt")
-    return _not_empty(render(prompt, tokenizer, facts), "messages")
+    return render(prompt, tokenizer, facts)
 
 
 def encode(text: str, tokenizer: TokenizerWrapper) -> list[int]:
@@ -75,8 +75,11 @@ def encode(text: str, tokenizer: TokenizerWrapper) -> list[int]:
 
 
 def rendered_ids(text: str, tokenizer: TokenizerWrapper) -> list[int]:
-    """Token ids of what a chat template rendered: it has written every special token itself."""
-    return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+    """Token ids of what a chat template rendered: it has written every special token itself.
+
+    Raises InvalidParams for a template that rendered nothing.
+    """
+    return _not_empty(list(tokenizer.encode(text, add_special_tokens=False, verbose=False)), "messages")
 
 
 def text_of(ids: Sequence[int], tokenizer: TokenizerWrapper, facts: ModelFacts) -> str:
