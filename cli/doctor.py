@@ -53,7 +53,7 @@ def _findings(context: Context) -> Iterator[Finding]:
     yield from check_packages()
     yield from check_wired_limit(context)
     health = service_health(context)
-    yield from check_service(health)
+    yield from check_service(context, health)
     waits = isinstance(health, Health) and health.waits  # who asks there would start the daemon
     if not waits:
         yield from check_lock(context)

@@ -8,8 +8,10 @@ from omlxd import __version__
 from omlxd.cli.context import ANSWER_WITHIN_S, PROTOCOL, Context
 from omlxd.cli.errors import CliError, Unreachable
 from omlxd.cli.finding import Finding
-from omlxd.cli.service_setup import NoLaunchd, launchd_service
+from omlxd.cli.service_setup import NoLaunchd, launchd_service, user_home
 from omlxd.cli.service_status import Health
+from omlxd.launchd import agent
+from omlxd.launchd.agent import Installed
 from omlxd.rpc.client import DaemonUnreachable, NotRunning, RpcError
 
 TYPE_CHECKING = False
@@ -25,7 +27,7 @@ def service_health(context: Context) -> Health | CliError:
         return error
 
 
-def check_service(health: Health | CliError) -> Iterator[Finding]:
+def check_service(context: Context, health: Health | CliError) -> Iterator[Finding]:
     """Nothing where there is no launchd."""
     if isinstance(health, NoLaunchd):
         return
@@ -39,6 +41,19 @@ def check_service(health: Health | CliError) -> Iterator[Finding]:
         yield Finding("ok", "service", "not installed; `omlxctl service install` has the daemon start at login")
     elif not health.faults:
         yield Finding("ok", "service", f"{health.now.installed.path}, {', '.join(health.now.loaded)}")
+        yield from _guarded_places(context, health.now.installed)
+
+
+def _guarded_places(context: Context, installed: Installed) -> Iterator[Finding]:
+    """What works in a terminal, which has leave to look there, may fail in the service."""
+    variables = installed.environment
+    places = [context.paths.home, *context.settings().models.dirs]
+    places += [variables[name] for name in ("HF_HOME", "HF_HUB_CACHE") if name in variables]
+    for place in places:
+        if agent.is_guarded(place, user_home(context.env)):
+            message = f"macOS guards {place}: the service may be refused there, or wait for an answer that nobody sees"
+            advice = f"move it, or allow {installed.python} in System Settings > Privacy & Security > Files and Folders"
+            yield Finding("warn", "service", message, advice)
 
 
 def check_daemon(context: Context, health: Health | CliError) -> Iterator[Finding]:

@@ -59,7 +59,7 @@ class Health:
             advice = f"`omlxctl service start`; if it stays so after a login, see {LOGIN_ITEMS}: macOS may block it"
             return [Fault("it is not loaded", advice, is_grave=False)]
         found = []
-        if not self.now.is_as_written(self.printed):
+        if self.printed.arguments and not self.now.is_as_written(self.printed):
             message = "what launchd has loaded is not what the file says"
             found.append(Fault(message, "`omlxctl service restart`", is_grave=False))
         if self.printed.pid is None and not self.waits:

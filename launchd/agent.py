@@ -23,6 +23,7 @@ OUTPUT_NAME: Final = "launchd.log"
 # Variables that say where models are. Anything secret stays out: `launchctl print` shows these to the user's processes.
 CARRIED: Final = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT")
 
+_GUARDED: Final = ("Documents", "Desktop", "Downloads", os.path.join("Library", "Mobile Documents"))
 _PATH: Final = "/usr/bin:/bin:/usr/sbin:/sbin"
 _MIN_EXIT_TIMEOUT_S: Final = 30  # launchd's own is 5: it would kill a daemon that still drains
 _EXIT_MARGIN_S: Final = 15  # over the grace, for closing the models and the last answers
@@ -125,6 +126,12 @@ def agents_dir(user_home: str) -> str:
 def agent_path(user_home: str) -> str:
     """launchd wants a file to be called like the job in it."""
     return os.path.join(agents_dir(user_home), f"{LABEL}.plist")
+
+
+def is_guarded(path: str, user_home: str) -> bool:
+    """Whether macOS asks the user before a job of launchd's may look there; unanswered, the job waits or is refused."""
+    places = [os.path.join(user_home, name) for name in _GUARDED]
+    return any(path == place or path.startswith(place + os.sep) for place in [*places, "/Volumes"])
 
 
 def read(path: str) -> Installed | None:

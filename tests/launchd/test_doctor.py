@@ -61,6 +61,16 @@ def test_a_daemon_that_launchd_did_not_start_is_found(installed: Mac) -> None:
     assert installed.daemon_pid() == installed.pid is not None
 
 
+def test_models_where_macos_asks_before_a_service_may_look_are_pointed_out(installed: Mac) -> None:
+    places = [str(installed.directory / "Documents" / "models"), "/Volumes/Disk", str(installed.directory / "fine")]
+    outcome = installed.run("doctor", "--json", env={"OMLXD_MODELS__DIRS": ":".join(places)})
+    findings = [finding for finding in outcome.document["findings"] if finding["check"] == "service"]
+    assert [finding["level"] for finding in findings] == ["ok", "warn", "warn"]
+    for place, finding in zip(places[:2], findings[1:], strict=True):
+        assert place in finding["message"]
+        assert "Files and Folders" in finding["advice"]
+
+
 def test_a_launchctl_that_fails_is_a_finding_and_no_accident(installed: Mac) -> None:
     shim = installed.directory / "bin" / "launchctl"
     shutil.copy("/bin/sh", shim)  # something that understands nothing it is asked
