@@ -96,16 +96,20 @@ class Conversation:
                 self._client, "generate.chat", {**self._params, "messages": asked}, self._console, show=show
             )
         except Interrupted as interrupted:
-            self._keep(asked, _partial_text(interrupted.data))
+            self._keep(asked, _partial(interrupted.data))
             raise
-        self._keep(asked, result["text"])
+        self._keep(asked, result)
         if show is not None:
             self._console.end_line()
             show_end(self._console, result, verbose=self.verbose)
 
-    def _keep(self, asked: list[dict[str, Any]], text: str) -> None:
-        if text:  # templates want the roles in turns, so a question without an answer is not kept
-            self.messages = [*asked, {"role": "assistant", "content": text}]
+    def _keep(self, asked: list[dict[str, Any]], result: dict[str, Any]) -> None:
+        if not result.get("text"):  # templates want the roles in turns, so a question without an answer is not kept
+            return
+        answer = {"role": "assistant", "content": result["text"]}
+        if "reasoning" in result:  # with it, what the model has read of this turn is not read again in the next
+            answer["reasoning"] = result["reasoning"]
+        self.messages = [*asked, answer]
 
 
 def _obey(talk: Conversation, line: str, console: Console, *, interactive: bool) -> bool:
@@ -139,9 +143,10 @@ def _say(talk: Conversation, line: str, console: Console, *, interactive: bool) 
             console.error(error.message)
 
 
-def _partial_text(data: Any) -> str:
+def _partial(data: Any) -> dict[str, Any]:
+    """What there was of a cancelled answer."""
     partial = data.get("partial") if isinstance(data, dict) else None
-    return str(partial["text"]) if partial else ""
+    return partial if isinstance(partial, dict) else {}
 
 
 def _typed_lines(console: Console) -> Iterator[str]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from omlxd.cli.console import Console
 from omlxd.cli.context import Context
+from omlxd.cli.demands import add_demand_flags, demands
 from omlxd.cli.errors import CliError, UsageError
 from omlxd.cli.parser import Parser, finite
 from omlxd.rpc.client import Client
@@ -46,6 +47,7 @@ def add_generation_flags(parser: Parser) -> None:
         "--stop-token-id", action="append", type=int, metavar="ID", help="end the answer at this token; may be repeated"
     )
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's own end, to --max-tokens")
+    add_demand_flags(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="print token counts and rates after the answer")
 
 
@@ -59,7 +61,7 @@ def generation_params(given: argparse.Namespace) -> dict[str, Any]:
         found["stop_token_ids"] = given.stop_token_id
     if given.ignore_eos:
         found["ignore_eos"] = True
-    return found
+    return found | demands(given)
 
 
 def model_argument(text: str) -> str:
