@@ -2,19 +2,33 @@
 
 Shared by all engines, the pool and the enforcer, on any thread. Owns the ledger and the one reference to the limits,
 which the enforcer swaps; between two readings the use of memory is the last reading plus what the ledger has moved
-since. The hot tier is counted once, as use; what of it could go is freed by asking (`want_room`), not by arithmetic.
+since. The hot tier is counted once, as use; what of it could go is freed by asking, not by arithmetic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from omlxd.engine.api import MemoryExceeded
 from omlxd.engine.ledger import Kind, Ledger, Reservation
 from omlxd.engine.limits import UNLIMITED, MemoryLimits
 
 PROCESS = "omlxd"
-OnWant = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Helpers:
+    """What the guard has others do, on whichever thread asks; all return at once.
+
+    `shrink_cache` frees about so many bytes of stored prefixes. `unload_idle` takes one idle model out, in its own
+    time. `stir` has the limits looked at anew. `freed` says that so many bytes of arrays have just gone.
+    """
+
+    shrink_cache: Callable[[int], object] = lambda nbytes: None
+    unload_idle: Callable[[], object] = lambda: None
+    stir: Callable[[], object] = lambda: None
+    freed: Callable[[int], object] = lambda nbytes: None
 
 
 class MemoryGuard:
@@ -24,12 +38,12 @@ class MemoryGuard:
         self.ledger = Ledger() if ledger is None else ledger
         self.limits = limits
         self.pinned: frozenset[str] = frozenset()  # models that stay; swapped by the pool
-        self._on_want: OnWant = lambda nbytes: None
+        self._helpers = Helpers()
         self._process: Reservation | None = None
 
-    def on_want(self, call: OnWant) -> None:
-        """`call` hears of bytes that work waits for; it returns at once and may be called on any thread."""
-        self._on_want = call
+    def helped_by(self, helpers: Helpers) -> None:
+        """Who frees, measures and is told. Set once, when the daemon is put together."""
+        self._helpers = helpers
 
     def set_process_bytes(self, nbytes: int) -> None:
         """What the interpreter and its libraries take when no model is there: named, so that the rest adds up."""
@@ -58,9 +72,25 @@ class MemoryGuard:
         mark = limits.hard if limits.orders.exhausted else limits.soft
         return self.ledger.reserve(owner, kind, nbytes, lambda total: limits.usage_at(total) <= mark)
 
+    def shrink_cache(self, nbytes: int) -> None:
+        """Makes room for work of `nbytes` out of stored prefixes, as far as they go."""
+        missing = nbytes - self.room()
+        if missing > 0:
+            self._helpers.shrink_cache(missing)
+
     def want_room(self, nbytes: int) -> None:
-        """Says that work of `nbytes` waits: whoever can free something without loss should."""
-        self._on_want(max(0, nbytes - self.room()))
+        """Work of `nbytes` waits: whoever can free something without loss does, at once or soon."""
+        self.shrink_cache(nbytes)
+        if nbytes > self.room():
+            self._helpers.unload_idle()
+
+    def stir(self) -> None:
+        """Something begins: a load, or the first request after a rest."""
+        self._helpers.stir()
+
+    def freed(self, nbytes: int) -> None:
+        """So many bytes of arrays have just gone; the footprint may follow later."""
+        self._helpers.freed(nbytes)
 
     # -- ever ---------------------------------------------------------------------------------------------------------
 

@@ -77,15 +77,23 @@ Command = Submit | Abort | Preempt | Refuse | Ask | Deliver | Close
 
 
 @dataclass(frozen=True, slots=True)
+class Remains:
+    """A model that should be gone: who has it, and whether it has gone since."""
+
+    holder: str
+    is_gone: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
 class Closed:
     """What the thread leaves behind: why it ended, if not by command, and the bytes of arrays that went with it.
 
-    `holder` names what still has the model, None if nothing does.
+    `remains` is there when something still has the model.
     """
 
     failure: str | None
     freed_bytes: int
-    holder: str | None = None
+    remains: Remains | None = None
 
 
 class Inbox:

@@ -42,6 +42,10 @@ class Reservation:
         """What it stands for has turned out larger or smaller. Does nothing after the release."""
         self._ledger.resize(self, nbytes)
 
+    def turn_into(self, kind: Kind, nbytes: int) -> None:
+        """What it was reserved for is there now, and of another kind."""
+        self._ledger.resize(self, nbytes, kind)
+
     def release(self) -> None:
         """Idempotent."""
         self._ledger.release(self)
@@ -113,11 +117,12 @@ class Ledger:
 
     # -- for Reservation ----------------------------------------------------------------------------------------------
 
-    def resize(self, reservation: Reservation, nbytes: int) -> None:
+    def resize(self, reservation: Reservation, nbytes: int, kind: Kind | None = None) -> None:
         with self._lock:
             if id(reservation) in self._held:
                 self._total += nbytes - reservation.nbytes
                 reservation.nbytes = nbytes
+                reservation.kind = kind or reservation.kind
 
     def release(self, reservation: Reservation) -> None:
         with self._lock:

@@ -54,6 +54,16 @@ class Loading:
             if not self._sinks:
                 self._given_up.set()
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits, or has yet to learn that the waiting is over."""
+        return bool(self._sinks)
+
+    def check(self) -> None:
+        """Raises GivenUp when nobody waits any more."""
+        if self._given_up.is_set():
+            raise GivenUp
+
     def give_up(self) -> None:
         self._given_up.set()
 
@@ -66,10 +76,10 @@ class Loading:
             self._done.set_exception(error)
 
     def _report(self, progress: Progress) -> None:  # on the loader thread
-        if self._given_up.is_set():
-            raise GivenUp
-        self._loop.call_soon_threadsafe(self._tell, progress)
+        self.check()
+        self._loop.call_soon_threadsafe(self.tell, progress)
 
-    def _tell(self, progress: Progress) -> None:
+    def tell(self, progress: Progress) -> None:
+        """Tells everyone who waits how far the load has come."""
         for sink in self._sinks:
             sink(progress)

@@ -8,11 +8,9 @@ yet it waits for, as long as there is something to wait for.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import FrameType
 
 import mlx.core as mx
 
@@ -94,6 +92,8 @@ class WorkMemory:
         if reservation is None:
             self._waits.setdefault(request.id, _Wait(self._clock(), self._clock()))
             return False
+        if not self._held:
+            self._guard.stir()  # an idle daemon's readings are far apart
         reservation.resize(self._kv.bytes(tokens))
         self._waits.pop(request.id, None)
         self._held[request.id] = _Held(reservation, tokens)
@@ -219,11 +219,3 @@ class WorkMemory:
                 self._turns.took(took, tokens=tokens, context=context, rows=rows)
         finally:
             chunk.release()
-
-
-def holder_of(model: object) -> str | None:
-    """Who keeps a model that should be gone: the kinds of objects that refer to it. None for no model."""
-    if model is None:
-        return None
-    referrers = (each for each in gc.get_referrers(model) if not isinstance(each, FrameType))
-    return ", ".join(sorted({type(each).__qualname__ for each in referrers})) or "something in a library"

@@ -29,17 +29,24 @@ from omlxd.engine.api import (
     RequestInfo,
     ShuttingDown,
     Unloaded,
+    Unsupported,
 )
 from omlxd.engine.catalog import Catalog, CatalogEntry
+from omlxd.engine.guard import MemoryGuard
 from omlxd.engine.inbox import Close, Closed
+from omlxd.engine.ledger import Reservation
+from omlxd.engine.load_bytes import fingerprint, load_bytes
 from omlxd.engine.loading import GivenUp, Loading, check_options
 from omlxd.engine.metrics import joined
 from omlxd.engine.model import LoadedModel
+from omlxd.engine.room import Room
 from omlxd.engine.slot import EngineHandle, OnState, Slot
+from omlxd.engine.unreturned import Unreturned
 
 log = logging.getLogger(__name__)
 
 DRAIN_S = 600.0  # how long an unload waits for the model's live requests
+LOAD_GROUP_BYTES = 64 * 2**20  # of weights, which stand twice in memory while they are cast
 LET_GO_S = 30.0  # how long an engine may take to end once told to: a prefill turn and a step at most
 
 
@@ -64,8 +71,17 @@ class Pool:
         autoload: bool = True,
         ttl_s: float = 0,
         on_state: OnState = lambda entry: None,
+        guard: MemoryGuard | None = None,
+        widens_halves: bool = False,
     ) -> None:
-        """`on_state` hears of every model's changes of state."""
+        """`on_state` hears of every model's changes of state. Without a guard every model fits.
+
+        `widens_halves`: half-precision weights are loaded as fp32, as on the CPU.
+        """
+        self._guard = guard or MemoryGuard()
+        self._widens_halves = widens_halves
+        self._room = Room(self._guard, lambda: list(self._slots.values()), self._leave_for_another)
+        self._unreturned = Unreturned(self._guard.ledger)
         self._catalog = catalog
         self._on_state = on_state
         self._ended: dict[str, ModelMetrics] = {}  # of engines that have ended, by model
@@ -93,6 +109,7 @@ class Pool:
     async def entries(self) -> Sequence[ModelEntry]:
         """The whole catalog, loaded or not, broken ones with their reason, and loaded models that left the disk."""
         found = {entry.name: entry for entry in await asyncio.to_thread(self._catalog.scan)}
+        await self._compare_with_disk()
         names = sorted(found.keys() | self._slots.keys())
         return [self._slots[name].show() if name in self._slots else absent(found[name]) for name in names]
 
@@ -105,6 +122,12 @@ class Pool:
     def loaded(self) -> Sequence[ModelEntry]:
         """What is in the pool now, without a look at the disk."""
         return [slot.show() for slot in self._slots.values()]
+
+    async def _compare_with_disk(self) -> None:
+        """Notices models whose files have changed or gone since they were loaded; they stay as they are."""
+        for slot in [slot for slot in self._slots.values() if slot.engine is not None]:
+            now = await asyncio.to_thread(fingerprint, slot.entry.path)
+            slot.on_disk = "gone" if not now and slot.files else "same" if now == slot.files else "changed"
 
     def requests(self) -> Sequence[RequestInfo]:
         """The live requests of all engines."""
@@ -141,10 +164,43 @@ class Pool:
             await self.unload(slot.entry.name, now=False)
             slot = await self._ready(name, options, autoload=True, progress=progress)
         slot.pinned = slot.pinned or options.pin
+        self._tell_pins()
         if options.ttl_s is not None:
             slot.ttl_s = options.ttl_s
         self._start_idle_clock(slot)
         return slot.show()
+
+    async def pin(self, name: str, *, pinned: bool) -> ModelEntry:
+        """Pins or unpins a loaded model. Raises Unsupported to pin one that is not there."""
+        entry = await self._entry(name)
+        slot = self._slots.get(entry.name)
+        if slot is None or not (slot.usable or slot.state == "DRAINING"):
+            if pinned:
+                raise Unsupported(f"pinning {entry.name}", "it is not loaded; load it with pin")
+            return absent(entry) if slot is None else slot.show()
+        slot.pinned = pinned
+        self._tell_pins()
+        self._start_idle_clock(slot)
+        self._on_state(slot.show())
+        return slot.show()
+
+    def unload_idle(self) -> tuple[str, int] | None:
+        """Has the least recently used idle model leave, unless it is pinned; its name and bytes, None without one."""
+        slot = self._room.idle()
+        if slot is None or slot.engine is None:
+            return None
+        nbytes = 0 if slot.memory is None else slot.memory.nbytes
+        log.info("unloading %s: its memory is needed", slot.entry.name)
+        self._tell_to_end(slot, slot.engine, "unloaded")
+        return slot.entry.name, nbytes
+
+    def running(self) -> Sequence[tuple[ModelEntry, EngineHandle]]:
+        """The models that have an engine, and their engines."""
+        return [(slot.show(), slot.engine) for slot in self._slots.values() if slot.engine is not None]
+
+    def forget_returned(self) -> None:
+        """Strikes out what a model left behind when it was unloaded and has let go of since."""
+        self._unreturned.look()
 
     async def unload(self, name: str, *, now: bool) -> Unloaded:
         """Takes a model out: after its live requests have ended, or `now` by ending them.
@@ -184,7 +240,8 @@ class Pool:
 
     async def _entry(self, name: str) -> CatalogEntry:
         known = self._slots.get(self._aliases.get(name, name))
-        return known.entry if known is not None else await asyncio.to_thread(self._catalog.resolve, name)
+        is_there = known is not None and known.state != "FAILED"  # its files may have been mended since
+        return known.entry if known is not None and is_there else await asyncio.to_thread(self._catalog.resolve, name)
 
     async def _ready(self, name: str, options: LoadOptions, *, autoload: bool, progress: ProgressSink) -> Slot:
         """A usable slot for the name. Waits for whatever the model is just doing."""
@@ -202,6 +259,7 @@ class Pool:
                 await self._loads[entry.name].wait(progress)
             elif autoload:
                 entry.check()
+                self._aliases[name] = entry.name
                 self._begin_load(entry, options)
             else:
                 hint = f"{name!r} is not loaded and may not be for this; load it with `omlxctl load {name}`"
@@ -210,19 +268,22 @@ class Pool:
     def _begin_load(self, entry: CatalogEntry, options: LoadOptions) -> None:
         slot = self._slots[entry.name] = Slot(entry, ttl_s=self._ttl_s, on_state=self._on_state)
         slot.enter("LOADING")
-        loading = self._loads[entry.name] = Loading()
+        loading = self._loads[entry.name] = slot.loading = Loading()
         self._spawn(self._load(slot, loading, options))
 
     async def _load(self, slot: Slot, loading: Loading, options: LoadOptions) -> None:
         began = time.monotonic()
         try:
+            slot.memory = await self._reserve(slot, loading)
             loaded = await loading.run(self._loader, self._backend.load, slot.entry, options)
             if self._closing:
                 raise GivenUp
+            slot.memory.turn_into("weights", loaded.facts.weight_bytes)
             slot.adapter = options.adapter
             slot.engine = self._backend.start(loaded)
             del loaded  # the engine owns the model now; a frame that kept it would outlive the unload
         except Exception as exc:  # noqa: BLE001  whatever a load raises, those who wait must hear of it
+            slot.give_memory_back()
             self._load_failed(slot, loading, exc)
             return
         finally:
@@ -233,6 +294,20 @@ class Pool:
         loading.succeed()
         log.info("loaded %s in %.1f s", slot.entry.name, time.monotonic() - began)
         self._start_idle_clock(slot)
+
+    async def _reserve(self, slot: Slot, loading: Loading) -> Reservation:
+        """Reserves the weights, and the group of them that is being cast; others make room for it."""
+        path = slot.entry.path
+        slot.files = await asyncio.to_thread(fingerprint, path)
+        nbytes = await asyncio.to_thread(load_bytes, slot.entry, widens_halves=self._widens_halves)
+        return await self._room.reserve(slot, nbytes + min(nbytes, LOAD_GROUP_BYTES), loading)
+
+    async def _leave_for_another(self, slot: Slot) -> None:
+        """Takes a model out for one that waits for room: it finishes what it has and begins nothing new."""
+        log.info("unloading %s: another model needs its memory", slot.entry.name)
+        await self._drain(slot)
+        if slot.engine is not None:
+            await self._take_out(slot, slot.engine, "unloaded")
 
     def _load_failed(self, slot: Slot, loading: Loading, exc: Exception) -> None:
         name = slot.entry.name
@@ -268,19 +343,23 @@ class Pool:
                 slot.enter("BUSY")
 
     async def _take_out(self, slot: Slot, engine: EngineHandle, why: Literal["unloaded", "shutdown"]) -> Closed:
-        if slot.usable or slot.state == "DRAINING":
-            slot.enter("UNLOADING")
-            engine.close(Close(why))
+        self._tell_to_end(slot, engine, why)
         try:
             return await asyncio.wait_for(asyncio.shield(engine.closed), LET_GO_S)
         except TimeoutError:
             raise EngineFailed(slot.entry.name, f"it did not end within {LET_GO_S:g} s") from None
+
+    def _tell_to_end(self, slot: Slot, engine: EngineHandle, why: Literal["unloaded", "shutdown"]) -> None:
+        if slot.usable or slot.state == "DRAINING":
+            slot.enter("UNLOADING")
+            engine.close(Close(why))
 
     def _engine_ended(self, slot: Slot, closed: Closed) -> None:
         if slot.engine is not None:
             self._ended[slot.entry.name] = self._with_past(slot.entry.name, slot.engine.metrics)
         slot.engine = None
         slot.loaded_at = None
+        self._account_for(slot, closed)
         if closed.failure is None:
             slot.enter("ABSENT")
             self._forget(slot)
@@ -288,6 +367,20 @@ class Pool:
         else:
             slot.enter("FAILED", closed.failure)
             log.error("the engine of %s ended: %s", slot.entry.name, closed.failure)
+
+    def _account_for(self, slot: Slot, closed: Closed) -> None:
+        nbytes = 0 if slot.memory is None else slot.memory.nbytes
+        slot.give_memory_back()
+        slot.pinned = False
+        self._tell_pins()
+        if closed.remains is not None:
+            log.error("%s was unloaded and is still held by %s", slot.entry.name, closed.remains.holder)
+            self._unreturned.note(slot.entry.name, nbytes, closed.remains)
+        else:
+            self._guard.freed(nbytes)
+
+    def _tell_pins(self) -> None:
+        self._guard.pinned = frozenset(slot.entry.name for slot in self._slots.values() if slot.pinned)
 
     def _forget(self, slot: Slot) -> None:
         if self._slots.get(slot.entry.name) is slot:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from omlxd.engine.api import GenerateRequest, InvariantError, ModelEntry, ModelMetrics, ModelState, Prompt, RequestInfo
 from omlxd.engine.catalog import CatalogEntry
-from omlxd.engine.inbox import Close, Closed
+from omlxd.engine.inbox import Close, Closed, Preempt, Refuse
 from omlxd.engine.job import Job
+from omlxd.engine.ledger import Reservation
+from omlxd.engine.loading import Loading
 from omlxd.engine.model import ModelFacts
 from omlxd.engine.stream import EventStream
 
@@ -65,6 +67,8 @@ class EngineHandle(Protocol):
 
     def abort(self, id: str, reason: str | None) -> None: ...
 
+    def relieve(self, command: Preempt | Refuse) -> None: ...
+
     def close(self, command: Close) -> None: ...
 
 
@@ -81,6 +85,10 @@ class Slot:
         self.ttl_s = ttl_s
         self.adapter: str | None = None
         self.engine: EngineHandle | None = None
+        self.loading: Loading | None = None
+        self.memory: Reservation | None = None  # its weights, from before they are loaded
+        self.files: Sequence[tuple[str, int, int]] = ()  # as they were when it was loaded
+        self.on_disk: Literal["same", "changed", "gone"] = "same"
         self.leases = 0
         self.loaded_at: float | None = None
         self.last_used: float | None = None
@@ -98,6 +106,16 @@ class Slot:
     @property
     def usable(self) -> bool:
         return self.state in ("READY", "BUSY")
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody uses the model, and nobody who waited for it is just about to."""
+        return self.state == "READY" and not (self.loading is not None and self.loading.is_awaited)
+
+    def give_memory_back(self) -> None:
+        if self.memory is not None:
+            self.memory.release()
+            self.memory = None
 
     def running(self) -> EngineHandle:
         """The engine of a usable slot."""
@@ -145,6 +163,10 @@ class Slot:
         if self.engine is None:
             return None
         notes = []
+        if self.on_disk == "changed":
+            notes.append("its files have changed since it was loaded; unload it to use the new ones")
+        if self.on_disk == "gone":
+            notes.append("its files are gone; it serves until it is unloaded")
         if not self.engine.merges_rows:
             notes.append("its cache cannot be merged: requests take turns token by token")
         if self.engine.uncached is not None:

@@ -99,3 +99,17 @@ def _holds(dtype: str, count: int, start: int, end: int) -> bool:
     # A type that is not in the table is newer than this code: the reader may know it, so only its range is checked.
     bits = _BITS.get(dtype)
     return 0 <= start <= end and (bits is None or (end - start) * 8 == count * bits)
+
+
+def tensor_bytes(path: Path) -> list[tuple[str, int]]:
+    """Data type and bytes of each tensor of a safetensors file. Raises BadWeights, or OSError if it cannot be read."""
+    header, _ = _header(path, path.stat().st_size)
+    header.pop("__metadata__", None)
+    found = []
+    for name, entry in header.items():
+        match entry:
+            case {"dtype": str(dtype), "data_offsets": [int(start), int(end)]}:
+                found.append((dtype, end - start))
+            case _:
+                raise BadWeights(f"{path.name} has a damaged header: the entry of {name!r} contradicts itself")
+    return found

@@ -33,7 +33,7 @@ from omlxd.engine.guard import MemoryGuard
 from omlxd.engine.inbox import Abort, Ask, Close, Closed, Deliver, Inbox, Preempt, Refuse, Submit
 from omlxd.engine.job import Job
 from omlxd.engine.line import Line
-from omlxd.engine.memory import WAITS_FOR_MEMORY, WorkMemory, holder_of
+from omlxd.engine.memory import WAITS_FOR_MEMORY, WorkMemory
 from omlxd.engine.metrics import Meter
 from omlxd.engine.model import LoadedModel
 from omlxd.engine.prefill import Prefill, mergeable, new_caches
@@ -43,6 +43,7 @@ from omlxd.engine.request import Clock, Request, State
 from omlxd.engine.sampling import SamplerRow, logprobs_of, processors
 from omlxd.engine.scheduler import Prompt, Row, SchedulerLimits, Turn, View, admission, turn
 from omlxd.engine.stream import Event
+from omlxd.engine.unreturned import remains_of
 
 log = logging.getLogger(__name__)
 
@@ -514,7 +515,7 @@ class Worker:
         mx.clear_cache()
         self._memory.close()
         freed = max(0, before - mx.get_active_memory())  # other engines go on meanwhile: no more than was ours
-        return Closed(failure, min(freed, accounted) if accounted else freed, holder_of(model()))
+        return Closed(failure, min(freed, accounted) if accounted else freed, remains_of(model))
 
     # -- small things -------------------------------------------------------------------------------------------------
 

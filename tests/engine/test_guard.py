@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from omlxd.engine.guard import MemoryGuard
+from omlxd.engine.guard import Helpers, MemoryGuard
 from omlxd.engine.limits import Ceilings, Level, MemoryLimits, Orders, judge
 
 MB = 10**6
@@ -78,13 +78,28 @@ def test_where_nothing_more_can_be_freed_the_hard_mark_admits() -> None:
     assert guard.reserve("m", "kv", 50) is not None
 
 
-def test_work_that_waits_says_how_much_is_missing() -> None:
+def test_work_that_waits_has_the_cache_shrunk_by_what_is_missing_and_then_an_idle_model_unloaded() -> None:
+    asked: list[object] = []
     guard = MemoryGuard(limits=limits(900, measured=800))
-    wanted: list[int] = []
-    guard.on_want(wanted.append)
+    guard.helped_by(Helpers(shrink_cache=asked.append, unload_idle=lambda: asked.append("unload")))
     guard.want_room(150)
-    guard.want_room(50)
-    assert wanted == [50, 0]
+    assert asked == [50, "unload"]
+    guard.want_room(100)
+    assert asked == [50, "unload"]
+
+
+def test_a_cache_that_gives_enough_spares_the_models() -> None:
+    hot, unloaded = [300], []
+    guard = MemoryGuard(limits=limits(900, measured=800, ledger=800))
+    guard.ledger.hold("m", "weights", 500)
+    guard.ledger.watch("hot tier", "hot", lambda: hot[0])
+
+    def shrink(nbytes: int) -> None:
+        hot[0] -= nbytes
+
+    guard.helped_by(Helpers(shrink_cache=shrink, unload_idle=lambda: unloaded.append(1)))
+    guard.want_room(150)
+    assert (hot, unloaded) == ([250], [])
 
 
 def test_the_process_is_one_named_entry_however_often_it_is_measured() -> None:
