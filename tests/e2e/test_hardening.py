@@ -16,6 +16,7 @@ import pytest
 
 from omlxd.rpc.client import RpcError
 from tests.e2e.living import Daemon, daemon_in_new_home, rss_bytes, until
+from tests.models import write
 
 PING = b'{"jsonrpc":"2.0","id":1,"method":"ping"}\n'
 SOME = 64
@@ -23,8 +24,8 @@ SOME = 64
 
 @pytest.fixture
 def living() -> Iterator[Daemon]:
-    """Without models: nothing here needs an answer of one."""
     with daemon_in_new_home() as daemon:
+        write("llama", daemon.models / "tiny", eos=[])
         daemon.start()
         yield daemon
 
@@ -61,7 +62,9 @@ def answer(client: socket.socket) -> object:
 
 
 def test_a_thousand_clients_are_served_and_leave_nothing_behind(living: Daemon) -> None:
+    """Also when a model is loaded, which makes mlx-lm set a limit of open files of its own."""
     assert living.process is not None
+    living.call("generate.complete", model="tiny", prompt="x", max_tokens=1)
     before = files_of(living)
     with room_for(2000), ExitStack() as clients:
         many = connected(living, 1000, clients)
