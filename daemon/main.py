@@ -153,14 +153,17 @@ def _refuse(reason: str, code: int, options: argparse.Namespace, handed: Listene
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends the process, with a thread that does not end too: a stop that hangs is worse than a thread cut short."""
+    """Ends the process at once: all that is ours has been closed and flushed by now.
+
+    Without the interpreter's own end: mlx's stream threads live on, and what they still use is torn down under them; a
+    thread that does not end would be waited for without limit.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     left = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if left:
         _log.warning("leaving with threads at work: %s", ", ".join(left))
     logging.shutdown()
+    sys.stdout.flush()
     sys.stderr.flush()
-    if left:
-        os._exit(code)
-    sys.exit(code)
+    os._exit(code)
