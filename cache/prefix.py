@@ -18,7 +18,7 @@ from omlxd.cache.hot import HotTier
 from omlxd.cache.keys import BlockSpec, MediaSpan, chain, pack, unpack
 from omlxd.cache.layouts import Leaf, ModelLayout
 from omlxd.cache.pieces import join
-from omlxd.cache.store import BlockStore, StoredBlock, StoredCheckpoint
+from omlxd.cache.store import BlockStore, Name, StoredBlock, StoredCheckpoint
 from omlxd.cache.tree import Block, Checkpoint, Match, PrefixTree
 from omlxd.cache.writer import Writer
 
@@ -218,8 +218,8 @@ class PrefixCache:
         """
         return self._writer.adopt(tokens, records, media)
 
-    def records(self, names: Collection[tuple[bool, bytes]]) -> list[StoredBlock | StoredCheckpoint]:
-        """Those of the named blocks and checkpoints (whether it is one, and its key) that are here, parents first.
+    def records(self, names: Collection[Name]) -> list[StoredBlock | StoredCheckpoint]:
+        """Those of the named blocks and checkpoints that are here, parents first.
 
         For any thread: their arrays are evaluated.
         """

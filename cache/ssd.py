@@ -12,29 +12,33 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from omlxd.cache.disk import Disk
 from omlxd.cache.errors import CacheError
+from omlxd.cache.explain import Explanation, explanation
+from omlxd.cache.keys import unpack
 from omlxd.cache.prefix import Standing
-from omlxd.cache.ssd_format import BadFile, Model, Record, decode
-from omlxd.cache.ssd_index import BLOCK, CHECKPOINT, Entry, Lookup, Totals
+from omlxd.cache.ssd_format import BadFile, Model, Record, check, decode
+from omlxd.cache.ssd_index import Entry, Lookup, Totals
 from omlxd.cache.ssd_plan import Plan, Planner, Step
 from omlxd.cache.ssd_queue import WriteQueue
 from omlxd.cache.ssd_sweep import quarantine
-from omlxd.cache.ssd_volume import Place, Unavailable, Volume
+from omlxd.cache.ssd_volume import Place, Volume
 from omlxd.cache.ssd_writer import Condition, Limits, Source, Writer
-from omlxd.cache.store import StoredBlock, StoredCheckpoint
+from omlxd.cache.store import CHECKPOINT, StoredBlock, StoredCheckpoint
 
 log = logging.getLogger(__name__)
 
 READERS = 4
 QUEUE_BYTES = 256 << 20
 MOST_BAD_REMEMBERED = 1000
+PAGE = 256  # entries looked up at once
 T = TypeVar("T")
 
 
@@ -89,11 +93,16 @@ class SsdStore:
         self._counts_lock = threading.Lock()
         self._read_counts: Counter[str] = Counter()
         self._bad: dict[bytes, None] = {}
+        self._bad_of: Counter[bytes] = Counter()
+        self._models: dict[bytes, str] = {}
         self._writer.start()
 
     # -- for the daemon -----------------------------------------------------------------------------------------------
 
     def view(self, model: Model) -> ModelStore:
+        if model.name:
+            self._models[model.identity] = model.name
+            self.run(lambda volume: volume.index.name(model.identity.hex(), model.name))
         return ModelStore(self, model)
 
     def feed_from(self, model: Model, source: Source) -> None:
@@ -113,10 +122,54 @@ class SsdStore:
             counts=counts,
         )
 
-    def totals(self) -> Mapping[bytes, Totals]:
-        """What each model has on disk, by identity; nothing while the disk cannot be asked."""
-        found = self._look(lambda lookup: lookup.totals()) or {}
-        return {bytes.fromhex(identity): totals for identity, totals in found.items()}
+    def totals(self) -> Mapping[str, Totals]:
+        """What each model has on disk, by name; nothing while the disk cannot be asked."""
+        return self._look(lambda lookup: lookup.totals()) or {}
+
+    def failures_of(self, model: str) -> tuple[int, int]:
+        """How many of a model's writes were dropped and how many of its files were bad, since the start."""
+        mine = [identity for identity, name in self._models.items() if name == model]
+        with self._counts_lock:
+            return sum(self._writer.dropped[each] for each in mine), sum(self._bad_of[each] for each in mine)
+
+    def clear(self, model: str | None) -> Future[int]:
+        """Removes one model's files, or all, but for what sessions hold; gives the bytes."""
+
+        def remove(volume: Volume) -> int:
+            freed = 0
+            for identity in volume.index.identities(model):
+                self._queue.drop_model(bytes.fromhex(identity))
+                freed += self._writer.remove_all(volume, identity)
+            return freed
+
+        return self.run(remove)
+
+    def verify(self, model: str | None) -> tuple[int, int, int]:
+        """Sets index and files straight and reads every file; how many, how many bad, how much was put right.
+
+        On any thread that may wait. Raises Unavailable, OSError, sqlite3.Error.
+        """
+        repaired = self.run(lambda volume: self._writer.sweep_now(volume)).result()
+        checked = bad = 0
+        for identity in self._look(lambda lookup: lookup.identities(model)) or []:
+            after = 0
+            while entries := self._look(partial(_page, identity, after)):
+                after = entries[-1].id
+                checked += len(entries)
+                bad += sum(not self._is_good(entry) for entry in entries)
+        return checked, bad, repaired + bad
+
+    def _is_good(self, entry: Entry) -> bool:
+        """Whether a file is what it should be; it is put aside if not. One that is just being removed is no matter."""
+        identity = bytes.fromhex(entry.identity)
+        try:
+            check(self._disk.read(self._place.file(entry.identity, entry.kind, entry.key)), identity, entry.key)
+        except FileNotFoundError:
+            return True
+        except BadFile as error:
+            self._put_aside(identity, entry.kind, entry.key, error)
+            return False
+        return True
 
     def close(self, within_s: float) -> int:
         """Writes what waits, for at most so long, and ends the threads; returns how many records were not written."""
@@ -185,15 +238,15 @@ class SsdStore:
             if isinstance(record, StoredCheckpoint) != (step.kind == CHECKPOINT):
                 raise BadFile("it is of another kind than its name says")
         except FileNotFoundError as error:
-            self._gone(model, step, "lost")
+            self._count("lost")
+            self._forget(model.identity, step.kind, step.key)
             raise Unreadable("its file has gone") from error
         except OSError as error:
             self._count("unreadable")
             self._queue.run(self._writer.check)
             raise Unreadable(error.strerror or "it cannot be read") from error
         except BadFile as bad:
-            log.warning("a bad block file is put aside: %s: %s", path.name, bad.reason)
-            self._gone(model, step, "incompatible" if bad.other_schema else "bad")
+            self._put_aside(model.identity, step.kind, step.key, bad)
             raise Unreadable(bad.reason) from bad
         with self._counts_lock:
             self._read_counts["read"] += 1
@@ -204,17 +257,24 @@ class SsdStore:
         """Whether the file of this key was found to be bad since the start."""
         return key in self._bad
 
-    def _gone(self, model: Model, step: Step, what: str) -> None:
-        self._count(what)
-        if what == "bad" and len(self._bad) < MOST_BAD_REMEMBERED:
-            self._bad[step.key] = None
+    def _put_aside(self, identity: bytes, kind: int, key: bytes, bad: BadFile) -> None:
+        log.warning("a bad file of the cache is put aside: %s: %s", key.hex(), bad.reason)
+        with self._counts_lock:
+            self._read_counts["bad"] += 1
+            self._bad_of[identity] += 1
+            if len(self._bad) < MOST_BAD_REMEMBERED:
+                self._bad[key] = None
+        self._forget(identity, kind, key)
+
+    def _forget(self, identity: bytes, kind: int, key: bytes) -> None:
+        """Has the writer take an entry out of the index, and its file, if there is one, out of the way."""
 
         def forget(volume: Volume) -> None:
-            entry = volume.index.find(model.identity.hex(), step.kind, step.key)
-            path = self._place.file(model.identity.hex(), step.kind, step.key)
+            entry = volume.index.find(identity.hex(), kind, key)
+            path = self._place.file(identity.hex(), kind, key)
             if entry is not None:
                 volume.index.remove(entry)
-            if what != "lost" and path.exists():
+            if path.exists():
                 quarantine(self._place.directory, self._disk, path)
 
         self.run(forget)
@@ -245,6 +305,10 @@ class SsdStore:
                 self._lookup = None
 
 
+def _page(identity: str, after: int, lookup: Lookup) -> list[Entry]:
+    return lookup.page(identity, after, PAGE)
+
+
 class ModelStore:
     """One model's view of the tier: `cache.store.BlockStore`, and the way back."""
 
@@ -262,6 +326,24 @@ class ModelStore:
     def used(self, keys: Iterable[bytes]) -> None:
         self.store.used(keys)
 
+    def explained(self, plan: Plan, found: Explanation, tokens: Sequence[int]) -> Explanation:
+        """`found` is why memory has no more of a prompt; this is why disk and memory together have no more."""
+        if plan.position <= found.usable_tokens:
+            return found
+        return explanation(
+            tokens,
+            (),
+            usable=plan.position,
+            reach=plan.reach,
+            stored=unpack(plan.stored),
+            recurrent=self.model.recurrent > 0,
+        )
+
+    def ends_in_bad_file(self, standing: Standing, usable: int) -> bool:
+        """Whether the block at which a prompt's usable tokens end had a bad file."""
+        at = usable // self.model.block_size
+        return at < len(standing.specs) and self.store.is_bad(standing.specs[at].key)
+
     def plan(self, standing: Standing) -> Future[Plan]:
         """What the disk has beyond what stands in memory."""
         return self.store.submit_plan(self.model, standing)
@@ -269,6 +351,3 @@ class ModelStore:
     def read(self, step: Step) -> Future[Record]:
         """One step's record; raises Unreadable."""
         return self.store.submit_read(self.model, step)
-
-
-__all__ = ["BLOCK", "CHECKPOINT", "Entry", "ModelStore", "SsdStats", "SsdStore", "Unavailable", "Unreadable"]

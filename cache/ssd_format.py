@@ -66,10 +66,11 @@ class Model:
     block_size: int
     sliceable: int
     recurrent: int
+    name: str = ""  # what people call it
 
     @classmethod
-    def of(cls, layout: ModelLayout, identity: bytes, block_size: int) -> Model:
-        return cls(identity, layout.signature, block_size, len(layout.sliceable), len(layout.recurrent))
+    def of(cls, layout: ModelLayout, identity: bytes, block_size: int, name: str = "") -> Model:
+        return cls(identity, layout.signature, block_size, len(layout.sliceable), len(layout.recurrent), name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,13 @@ def decode(data: bytes, model: Model, key: bytes) -> Record:
     _check(header, model, key)
     arrays = [_array(tensors, index, view) for index in range(len(tensors))]
     return _put_together(header, model, arrays)
+
+
+def check(data: bytes, identity: bytes, key: bytes) -> None:
+    """Whether a file is whole and in its place, for a model that need not be known. Raises BadFile."""
+    header = read_header(data)
+    leaves = len(header.shape) if isinstance(header.shape, list) else 0
+    decode(data, Model(identity, header.layout, header.block_size, leaves, leaves), key)
 
 
 def read_header(head: bytes) -> Header:

@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omlxd.cache.keys import BlockSpec
+from omlxd.cache.store import BLOCK, CHECKPOINT
 
 VERSION = 1
-BLOCK, CHECKPOINT, ALIEN = 0, 1, 2  # an alien is a file of ours that this version cannot read
+ALIEN = 2  # besides blocks and checkpoints: an alien is a file of ours that this version cannot read
 NEIGHBOURS = 4
 BUSY_S = 5.0
 
 _SCHEMA = """
-CREATE TABLE models (id INTEGER PRIMARY KEY, identity TEXT NOT NULL UNIQUE);
+CREATE TABLE models (id INTEGER PRIMARY KEY, identity TEXT NOT NULL UNIQUE, name TEXT NOT NULL DEFAULT '');
 CREATE TABLE entries (
     id INTEGER PRIMARY KEY, model INTEGER NOT NULL, kind INTEGER NOT NULL, key BLOB NOT NULL, parent BLOB NOT NULL,
     start INTEGER NOT NULL, tokens BLOB NOT NULL, pictures INTEGER NOT NULL, gaps INTEGER NOT NULL,
@@ -160,12 +161,19 @@ class Index:
             )
         )
 
-    def identities(self) -> list[str]:
-        return [identity for (identity,) in self._db.execute("SELECT identity FROM models")]
+    def name(self, identity: str, name: str) -> None:
+        """What people call the model."""
+        self._db.execute("UPDATE models SET name = ? WHERE id = ?", (name, self._model(identity)))
 
-    def entries(self, identity: str) -> list[Entry]:
+    def identities(self, name: str | None = None) -> list[str]:
+        """Of all models, or of those of that name: one for each of its configurations."""
+        rows = self._db.execute("SELECT identity FROM models WHERE ? IS NULL OR name = ?", (name, name))
+        return [identity for (identity,) in rows]
+
+    def unpinned(self, identity: str) -> list[Entry]:
+        """Every entry of one model that nothing holds."""
         rows = self._db.execute(
-            f"SELECT {_COLUMNS} FROM entries JOIN models ON models.id = model WHERE identity = ? ORDER BY start",
+            f"SELECT {_COLUMNS} FROM entries JOIN models ON models.id = model WHERE identity = ? AND pins = 0",
             (identity,),
         )
         return [Entry(*row) for row in rows]
@@ -214,15 +222,16 @@ class Lookup:
         return found
 
     def totals(self) -> dict[str, Totals]:
-        """By identity."""
-        found: dict[str, Totals] = {}
+        """By the models' names; "" has those whose name is not known any more, until they are loaded."""
         rows = self._db.execute(
-            "SELECT identity, sum(kind = 0), sum(kind = 1), sum(bytes) FROM entries JOIN models ON models.id = model"
-            " GROUP BY model"
+            "SELECT name, sum(kind = 0), sum(kind = 1), sum(bytes) FROM entries JOIN models ON models.id = model"
+            " GROUP BY name"
         )
-        for identity, blocks, checkpoints, nbytes in rows:
-            found[identity] = Totals(blocks, checkpoints, nbytes)
-        return found
+        return {name: Totals(blocks, checkpoints, nbytes) for name, blocks, checkpoints, nbytes in rows}
+
+    def identities(self, name: str | None = None) -> list[str]:
+        rows = self._db.execute("SELECT identity FROM models WHERE ? IS NULL OR name = ?", (name, name))
+        return [identity for (identity,) in rows]
 
     def tree(self, identity: str, limit: int) -> list[tuple[Entry, float, int]]:
         """Entries with their last use and pins, parents before children, most recently used first."""
@@ -233,13 +242,12 @@ class Lookup:
         )
         return [(Entry(*row[:-2]), row[-2], row[-1]) for row in rows]
 
-    def page(self, identity: str | None, after: int, limit: int) -> list[Entry]:
-        """Entries with a higher id, of one model or of all, in order of their ids."""
-        chosen, values = ("", []) if identity is None else ("AND identity = ?", [identity])
+    def page(self, identity: str, after: int, limit: int) -> list[Entry]:
+        """Entries with a higher id, in order of their ids."""
         rows = self._db.execute(
             f"SELECT {_COLUMNS} FROM entries JOIN models ON models.id = model"
-            f" WHERE entries.id > ? {chosen} AND kind != {ALIEN} ORDER BY entries.id LIMIT ?",
-            (after, *values, limit),
+            f" WHERE entries.id > ? AND identity = ? AND kind != {ALIEN} ORDER BY entries.id LIMIT ?",
+            (after, identity, limit),
         )
         return [Entry(*row) for row in rows]
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from omlxd.cache.keys import BlockSpec, common_run, first_tokens
+from omlxd.cache.keys import TOKEN_BYTES, BlockSpec, common_run, first_tokens
 from omlxd.cache.prefix import Standing
 from omlxd.cache.ssd_format import Model, Record
-from omlxd.cache.ssd_index import BLOCK, CHECKPOINT, Entry, Lookup
+from omlxd.cache.ssd_index import Entry, Lookup
 from omlxd.cache.ssd_queue import WriteQueue
+from omlxd.cache.store import BLOCK, CHECKPOINT
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Step:
 class Plan:
     """Read in order, `steps` make the first `position` tokens usable, at best: a file may turn out to be bad.
 
-    `stored` are the packed tokens of the block in which the prompt's stored tokens end, and `reach` is where they do.
+    `reach` tokens are stored at all; `stored` are the packed ones with which the stored sequence then goes on.
     """
 
     steps: Sequence[Step] = ()
@@ -110,18 +111,18 @@ class Planner:
         return _step_of(self._lookup.checkpoint(self._identity, [key]))
 
     def _next(self, spec: BlockSpec, parent: bytes) -> tuple[Step | None, int, bytes]:
-        """The block that shares the most first tokens with `spec`, how many, and its tokens."""
+        """The block that shares the most first tokens with `spec`, how many, and its further ones."""
         if spec.spans:
             return None, 0, b""  # a block with pictures is the same or another
         best: tuple[Step | None, int, bytes] = (None, 0, b"")
         for entry in self._lookup.alike(self._identity, parent, spec.tokens):
             run = common_run(entry.tokens, spec.tokens)
             if run > best[1]:
-                best = (_step_of(entry), run, entry.tokens)
+                best = (_step_of(entry), run, entry.tokens[run * TOKEN_BYTES :])
         waiting = self._queue.alike(self._model.identity, parent, spec.tokens)
         if waiting is not None and not waiting.spec.spans and common_run(waiting.spec.tokens, spec.tokens) > best[1]:
             run, own = common_run(waiting.spec.tokens, spec.tokens), waiting.spec
-            best = (Step(BLOCK, own.key, own.num_tokens, 0, waiting), run, own.tokens)
+            best = (Step(BLOCK, own.key, own.num_tokens, 0, waiting), run, own.tokens[run * TOKEN_BYTES :])
         return best
 
 

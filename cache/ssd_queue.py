@@ -14,11 +14,9 @@ from dataclasses import dataclass
 
 from omlxd.cache.keys import common_run
 from omlxd.cache.ssd_format import Model, Record
-from omlxd.cache.ssd_index import BLOCK, CHECKPOINT
-from omlxd.cache.store import StoredBlock, StoredCheckpoint
+from omlxd.cache.store import BLOCK, CHECKPOINT, Name, StoredBlock, StoredCheckpoint
 
 MOST_MISSED = 100_000
-Name = tuple[int, bytes]  # kind and key
 
 
 @dataclass(frozen=True, slots=True)

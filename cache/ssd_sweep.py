@@ -13,8 +13,9 @@ from pathlib import Path
 
 from omlxd.cache.disk import Disk
 from omlxd.cache.ssd_format import MAX_HEADER_BYTES, BadFile, Header, read_header
-from omlxd.cache.ssd_index import ALIEN, BLOCK, CHECKPOINT, Entry, entry_of
+from omlxd.cache.ssd_index import ALIEN, Entry, entry_of
 from omlxd.cache.ssd_volume import FILE, IDENTITY, LEFTOVER, OURS, QUARANTINE, Volume
+from omlxd.cache.store import BLOCK, CHECKPOINT
 
 AT_ONCE = 64  # files between two pauses
 HEAD_BYTES = 64 << 10

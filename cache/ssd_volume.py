@@ -19,7 +19,8 @@ from pathlib import Path
 
 from omlxd.cache.disk import PRIVATE_FILE, Disk
 from omlxd.cache.errors import CacheError
-from omlxd.cache.ssd_index import BLOCK, Index
+from omlxd.cache.ssd_index import Index
+from omlxd.cache.store import BLOCK
 
 SUFFIX = {0: ".block.safetensors", 1: ".checkpoint.safetensors"}
 PART = ".part.safetensors"

@@ -12,7 +12,7 @@ import logging
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,18 +20,18 @@ from pathlib import Path
 
 from omlxd.cache.disk import Disk
 from omlxd.cache.ssd_format import BadFile, Model, Record, encode, missing_rows
-from omlxd.cache.ssd_index import ALIEN, BLOCK, CHECKPOINT, Entry, entry_of
-from omlxd.cache.ssd_queue import Job, Name, WriteQueue, name_of
+from omlxd.cache.ssd_index import ALIEN, Entry, entry_of
+from omlxd.cache.ssd_queue import Job, WriteQueue, name_of
 from omlxd.cache.ssd_sweep import sweep
 from omlxd.cache.ssd_volume import Place, ReadOnly, Unavailable, Volume
-from omlxd.cache.store import StoredCheckpoint
+from omlxd.cache.store import BLOCK, CHECKPOINT, Name, StoredCheckpoint
 
 log = logging.getLogger(__name__)
 
 RETRY_S = (2.0, 5.0, 15.0, 60.0)  # after a failure; the last one for good
 SETTLE_S = 0.5  # how long uses gather before they are written down
 
-Source = Callable[[set[Name]], Sequence[Record]]
+Source = Callable[[Collection[Name]], Sequence[Record]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,7 @@ class Writer:
         """`opened` is called on the thread whenever the directory has been opened. `clock` gives Unix seconds."""
         self.condition = Condition()
         self.counts: Counter[str] = Counter()
+        self.dropped: Counter[bytes] = Counter()  # by model
         self.sources: dict[bytes, tuple[Model, Source]] = {}
         self.swept = threading.Event()
         self._place = place
@@ -249,12 +250,12 @@ class Writer:
             parts = encode(record, model)
         except BadFile as bad:
             log.error("a block cannot be written: %s", bad.reason)
-            self.counts["dropped"] += 1
+            self._drop(model)
             return False
         size = sum(len(part) for part in parts)
         volume.index.use([record.parent], now)  # it must not go to make room for what continues it
         if not self._make_room(volume, size):
-            self.counts["dropped"] += 1
+            self._drop(model)
             return False
         path, part = self._place.file(identity, kind, key), self._place.part(identity, kind, key)
         volume.make_directory(identity)
@@ -270,6 +271,10 @@ class Writer:
         volume.index.add(entry, used=now, pictures=bool(record.spec.spans))
         self.counts["written"] += 1
         return True
+
+    def _drop(self, model: Model, count: int = 1) -> None:
+        self.counts["dropped"] += count
+        self.dropped[model.identity] += count
 
     def _put(self, part: Path, path: Path, parts: Sequence[bytes]) -> None:
         """A reader sees the whole file or none. It is not synced: after a power cut its digest tells what was lost."""
@@ -305,6 +310,24 @@ class Writer:
                 self._disk.remove(self._place.file(entry.identity, kind, entry.key))
         return entry.nbytes
 
+    def remove_all(self, volume: Volume, identity: str) -> int:
+        """Takes away everything of one model that nothing holds; returns its bytes."""
+        volume.index.begin()
+        freed = sum(self.remove(volume, entry) for entry in volume.index.unpinned(identity))
+        volume.index.commit()
+        self._good()
+        return freed
+
+    def sweep_now(self, volume: Volume) -> int:
+        """Sets index and files straight at once; returns how much there was to do."""
+        counts: Counter[str] = Counter()
+        volume.index.begin()
+        for _ in sweep(volume, self._disk, counts):
+            pass
+        volume.index.commit()
+        self.counts.update({name: counts[name] for name in counts if name not in ("foreign", "incompatible")})
+        return counts["files_without_entry"] + counts["entries_without_file"] + counts["leftovers"] + counts["bad"]
+
     # -- when there is nothing to write -------------------------------------------------------------------------------
 
     def _advance_sweep(self) -> bool:
@@ -326,7 +349,7 @@ class Writer:
         for identity, (model, source) in list(self.sources.items()):
             names = self._queue.take_missed(identity)
             records = source(names) if names else ()
-            self.counts["dropped"] += len(names) - len(records)
+            self._drop(model, len(names) - len(records))
             for index, record in enumerate(records):
                 if self._stop_at is not None and self._clock() >= self._stop_at:
                     self._queue.note_missed(identity, [name_of(rest) for rest in records[index:]])

@@ -15,6 +15,9 @@ from omlxd.cache.keys import BlockSpec
 from omlxd.cache.layouts import State
 from omlxd.cache.pieces import Piece
 
+BLOCK, CHECKPOINT = 0, 1  # the kinds of records
+Name = tuple[int, bytes]  # kind and key
+
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:

@@ -17,7 +17,7 @@ from omlxd.cache.hot import Entry, HotTier
 from omlxd.cache.keys import BlockSpec, MediaSpan, chain, first_tokens, pack
 from omlxd.cache.layouts import Held, Leaf, ModelLayout, State
 from omlxd.cache.pieces import Piece, completed, cut
-from omlxd.cache.store import BlockStore, StoredBlock, StoredCheckpoint
+from omlxd.cache.store import BLOCK, CHECKPOINT, BlockStore, Name, StoredBlock, StoredCheckpoint
 from omlxd.cache.tree import Block, Checkpoint, PrefixTree, block_nbytes
 
 
@@ -266,16 +266,16 @@ class Writer:
         self._tier.unpin_locked(block)
         return gone
 
-    def records(self, names: Collection[tuple[bool, bytes]]) -> list[StoredBlock | StoredCheckpoint]:
+    def records(self, names: Collection[Name]) -> list[StoredBlock | StoredCheckpoint]:
         found: list[StoredBlock | StoredCheckpoint] = []
         with self._tier.lock:
             for block in self._tree.blocks():
                 parent = self._parent_key(block)
-                if block.computed and (False, block.spec.key) in names:
+                if block.computed and (BLOCK, block.spec.key) in names:
                     found.append(StoredBlock(parent, block.spec, block.pieces))
-                for checkpoint in block.checkpoints.values() if names else ():
+                for checkpoint in block.checkpoints.values():
                     spec = first_tokens(parent, block.spec, checkpoint.position)
-                    if (True, spec.key) in names:
+                    if (CHECKPOINT, spec.key) in names:
                         found.append(StoredCheckpoint(parent, spec, checkpoint.states))
         return found
 

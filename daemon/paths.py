@@ -55,5 +55,9 @@ class Paths:
         return os.path.join(self.home, "models")
 
     @property
+    def cache_place(self) -> str:
+        return os.path.join(self.home, "cache-place.json")
+
+    @property
     def cache_dir(self) -> str:
         return os.path.join(self.home, "cache")

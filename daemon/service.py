@@ -50,12 +50,14 @@ from omlxd.engine.api import (
 )
 from omlxd.engine.backend import CacheOptions, MlxBackend
 from omlxd.engine.catalog import Catalog, Root
+from omlxd.engine.disk_cache import DiskOptions
 from omlxd.engine.pool import Pool
 from omlxd.engine.pull import pull
 from omlxd.engine.scheduler import SchedulerLimits
 from omlxd.engine.slot import EngineHandle
 
 HOT_SHARE = 0.1
+FLUSH_S = 3.0  # the most that a stop waits for the cache's disk
 OnShutdown = Callable[[float | None], None]
 T = TypeVar("T")
 
@@ -101,6 +103,7 @@ class Service:
         for work in self._waiting:
             work.cancel()
         await asyncio.gather(self._pulls.close(), self._pool.close())
+        await self._caches.close(min(FLUSH_S, self._live.started.daemon.grace_s))
 
     @property
     def is_busy(self) -> bool:
@@ -143,6 +146,7 @@ class Service:
                 "loaded_models": sum(model.loaded_at is not None for model in self._pool.loaded()),
                 "footprint_bytes": _footprint_bytes(),
                 "cache_hot_bytes": self._caches.hot_bytes,
+                "cache_ssd_bytes": self._caches.ssd_bytes,
             },
             requests=dict(self._generations.counts),
             models=self._pool.metrics(),
@@ -249,7 +253,10 @@ def build_service(live: LiveSettings, paths: Paths, on_shutdown: OnShutdown) -> 
         max_chunk_ms=engine.max_chunk_ms,
     )
     cache = CacheOptions(
-        enabled=settings.cache.enabled, block_size=settings.cache.block_size, hot_bytes=_hot_bytes(settings)
+        enabled=settings.cache.enabled,
+        block_size=settings.cache.block_size,
+        hot_bytes=_hot_bytes(settings),
+        disk=_disk(settings, paths),
     )
     events = EventHub()
     backend = MlxBackend(limits, cache)
@@ -283,6 +290,18 @@ def _hot_bytes(settings: Settings) -> int:
 
     asked = settings.cache.hot.max_bytes
     return int(psutil.virtual_memory().total * HOT_SHARE) if asked is None else asked
+
+
+def _disk(settings: Settings, paths: Paths) -> DiskOptions | None:
+    ssd = settings.cache.ssd
+    if not ssd.enabled:
+        return None
+    return DiskOptions(
+        directory=Path(ssd.dir or paths.cache_dir),
+        memo=Path(paths.cache_place),
+        max_bytes=ssd.max_bytes,
+        min_free_bytes=ssd.min_free_bytes,
+    )
 
 
 @functools.cache

@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, cast
 from omlxd.cache.hot import HotTier, TierStats
 from omlxd.engine.api import LoadOptions, ProgressSink
 from omlxd.engine.catalog import CatalogEntry
+from omlxd.engine.disk_cache import DiskCache, DiskOptions
 from omlxd.engine.model import LoadedModel
 from omlxd.engine.scheduler import SchedulerLimits
 
 if TYPE_CHECKING:
     from omlxd.cache.prefix import CacheStats
     from omlxd.cache.registry import CacheRegistry
+    from omlxd.cache.ssd import ModelStore
+    from omlxd.cache.ssd_format import Model
     from omlxd.engine.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -35,6 +38,7 @@ class CacheOptions:
     enabled: bool
     block_size: int
     hot_bytes: int
+    disk: DiskOptions | None = None
 
 
 class MlxBackend:
@@ -45,6 +49,7 @@ class MlxBackend:
         self._cache = cache
         self.tier = HotTier(cache.hot_bytes)
         self._threads = ThreadPoolExecutor(MAX_MODELS, thread_name_prefix="engine")
+        self.disk = DiskCache(cache.disk if cache.enabled else None)
         self.registry: CacheRegistry | None = None  # from the first load on: it imports mlx
 
     def load(self, entry: CatalogEntry, options: LoadOptions, progress: ProgressSink) -> LoadedModel:
@@ -93,6 +98,7 @@ class MlxBackend:
         from omlxd.cache.identity import identify
         from omlxd.cache.layouts import ModelLayout
         from omlxd.cache.registry import CacheRegistry
+        from omlxd.cache.ssd_format import Model
         from omlxd.engine.prefill import new_caches
 
         if self.registry is None:
@@ -109,7 +115,15 @@ class MlxBackend:
         except (UnsupportedLayout, UnreadableModel) as exc:
             log.warning("%s runs without a prefix cache: %s", entry.name, exc)
             return replace(loaded, uncached=str(exc))
-        return replace(loaded, cache=self.registry.open(entry.name, identity, layout))
+        store = self._on_disk(Model.of(layout, identity.digest, identity.block_size, entry.name))
+        cache = self.registry.open(entry.name, identity, layout, store=store)
+        if store is not None:
+            store.feed_from(cache.records)
+        return replace(loaded, cache=cache, store=store)
+
+    def _on_disk(self, model: Model) -> ModelStore | None:
+        store = self.disk.open()
+        return store.view(model) if store is not None else None
 
 
 def _precisions(loaded: LoadedModel) -> str:

@@ -65,6 +65,7 @@ class Engine:
         until it closes and then free for another's, because mlx keeps a stream's own thread for ever.
         """
         self.facts: ModelFacts = loaded.facts
+        self.store = loaded.store
         self._tokenizer = loaded.tokenizer
         self._wants_boundaries = loaded.cache is not None and loaded.cache.recurrent
         # One thread: a tokenizer is used by one prompt at a time, and a long one holds up neither loop nor engine.

@@ -21,6 +21,7 @@ from omlxd.engine.stream import EventStream
 
 if TYPE_CHECKING:
     from omlxd.cache.prefix import PrefixCache
+    from omlxd.cache.ssd import ModelStore
     from omlxd.engine.preparing import Prepared
 
 T = TypeVar("T")
@@ -41,6 +42,7 @@ class EngineHandle(Protocol):
     """What the pool and the service need of an engine; `engine.engine.Engine` is it."""
 
     facts: ModelFacts
+    store: ModelStore | None
     merges_rows: bool
     closed: asyncio.Future[Closed]
 

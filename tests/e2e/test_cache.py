@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from omlxd.rpc.client import Client
-from tests.e2e.living import Daemon
+from tests.e2e.living import Daemon, until
 
 PROMPT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 5
 TOKENS = len(PROMPT)  # one for each byte
@@ -48,7 +48,9 @@ def test_clearing_gives_the_bytes_back_and_a_loaded_model_goes_on(daemon: Daemon
     daemon.call("cache.warm", model="tiny", prompt=PROMPT)
     held = line(daemon)["bytes"]["hot"]
     assert daemon.call("daemon.status")["cache"]["bytes"]["hot"] == held
-    assert daemon.call("cache.clear", tier="ssd") == {"freed_bytes": 0}
+    until(lambda: line(daemon)["blocks"]["ssd"] > 0 and not daemon.call("daemon.status")["cache"]["ssd"]["queued_bytes"])
+    on_disk = line(daemon)["bytes"]["ssd"]
+    assert daemon.call("cache.clear", tier="ssd") == {"freed_bytes": on_disk}
     assert daemon.call("cache.clear", model="tiny", tier="hot") == {"freed_bytes": held}
     assert (line(daemon)["bytes"]["hot"], line(daemon)["blocks"]["hot"]) == (0, 0)
     assert complete(daemon, PROMPT)["usage"]["cached_tokens"] == 0
