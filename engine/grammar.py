@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -38,30 +38,22 @@ Mask = NDArray[np.bool_]
 
 
 class Vocabulary:
-    """A model's tokens as llguidance sees them; `size` is the width of the logits, `ends` the model's end tokens."""
+    """A model's tokens as llguidance sees them; `size` is the width of the logits, `ends` the model's end tokens.
+
+    `blanks` are the tokens that begin with white space, `quotes` those that begin with the end of a JSON string.
+    """
 
     def __init__(self, tokenizer: LLTokenizer, size: int, ends: frozenset[int]) -> None:
         self.tokenizer = tokenizer
         self.size = size
-        self.ends = self.only(ends)
-
-    def only(self, token_ids: Iterable[int]) -> Mask:
-        mask = np.zeros(self.size, dtype=np.bool_)
-        mask[list(token_ids)] = True
-        return mask
+        self.ends: Mask = np.zeros(size, dtype=np.bool_)
+        self.ends[list(ends)] = True
+        first = [self.text(id)[:1] for id in range(size)]  # now: on the engine thread the other rows would wait for it
+        self.blanks: Mask = np.array([byte.isspace() for byte in first])
+        self.quotes: Mask = np.array([byte == b'"' for byte in first])
 
     def text(self, token_id: int) -> bytes:
         return self.tokenizer.decode_bytes([token_id])
-
-    @cached_property
-    def blanks(self) -> Mask:
-        """Tokens that begin with white space."""
-        return np.array([self.text(id)[:1].isspace() for id in range(self.size)])
-
-    @cached_property
-    def quotes(self) -> Mask:
-        """Tokens that begin with the mark that ends a JSON string."""
-        return np.array([self.text(id)[:1] == b'"' for id in range(self.size)])
 
 
 @dataclass(frozen=True, slots=True)

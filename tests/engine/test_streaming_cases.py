@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from omlxd.engine.engine import Engine
 from omlxd.engine.inbox import Close
 from omlxd.engine.job import make_job
 from omlxd.engine.loader import load
-from omlxd.engine.model import LoadedModel, ModelFacts
+from omlxd.engine.model import LoadedModel, ModelFacts, SamplingDefaults
 from omlxd.engine.stream import Event, EventStream
 from tests.engine.running import Running, engine, job
 from tests.golden.script import Piece, Script, family_tokenizer, ids_of
@@ -114,6 +115,22 @@ def test_control_tokens_of_a_raw_text_are_not_shown(tmp_path: Path) -> None:
     result = asyncio.run(main())
     assert result.text == "ab"
     assert IM_START in result.token_ids
+
+
+def test_tokens_that_the_model_s_own_file_suppresses_are_never_said(tmp_path: Path) -> None:
+    model = speaker(tmp_path, ["a", "b", "c"])
+    defaults = SamplingDefaults(temperature=0.0, suppress_tokens=frozenset({ord("b")}))
+    model = replace(model, facts=replace(model.facts, defaults=defaults))
+
+    async def main() -> GenerationResult:
+        async with engine(model) as running:
+            request = GenerateRequest("m", TextPrompt("abc"), logprobs=5)
+            prepared = await running.prepare(request)
+            return await Running(running, make_job(request, prepared, running.facts, id="r", arrived=0.0)).result()
+
+    result = asyncio.run(main())
+    assert ord("b") not in result.token_ids
+    assert all(top.token_id != ord("b") for entry in result.logprobs or () for top in entry.top)
 
 
 @pytest.mark.parametrize("how", ["end", "length", "stop", "cancel", "failure"])
