@@ -155,16 +155,18 @@ class Penalties:
     Repetition divides positive and multiplies negative logits of every token of prompt and answer; presence and
     frequency subtract for tokens of the answer only. Counts per token are kept on the device and grow by the newest
     token at each call, so a step costs the same however long the sequence is. mlx-lm calls a processor with the
-    tokens so far, whose last is the newest; its first call still belongs to the prompt.
+    tokens so far, whose last is the newest; its first call still belongs to the prompt, unless an answer has begun.
     """
 
-    def __init__(self, settings: SamplingSettings, *, prompt: Sequence[int], answer: Sequence[int], vocab_size: int):
+    def __init__(
+        self, settings: SamplingSettings, *, prompt: Sequence[int], answer: Sequence[int] | None, vocab_size: int
+    ) -> None:
         self._settings = settings
         least, most = _REPETITION_PENALTIES
         self._repetition = min(max(settings.repetition_penalty, least), most)
-        self._seen = _counts([*prompt, *answer], vocab_size)
-        self._answer = _counts(answer, vocab_size)
-        self._prompt_ends = not answer
+        self._seen = _counts([*prompt, *(answer or ())], vocab_size)
+        self._answer = _counts(answer or (), vocab_size)
+        self._prompt_ends = answer is None
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         newest = tokens[-1:]
@@ -212,12 +214,13 @@ def processors(
     bias: Mapping[int, float],
     *,
     prompt: Sequence[int],
-    answer: Sequence[int] = (),
+    answer: Sequence[int] | None = None,
     vocab_size: int,
 ) -> list[LogitsProcessor]:
     """The processors one row needs, in order; none for a plain request.
 
-    `prompt` is without its last token and `answer` without its last: mlx-lm hands the next one over with the call.
+    mlx-lm hands the newest token over with the first call, so it is in neither: of an answer that has begun `answer` is
+    without its last token; before that it is None and `prompt` is without its last.
     """
     chain: list[LogitsProcessor] = []
     if settings.repetition_penalty != 1.0 or settings.presence_penalty or settings.frequency_penalty:

@@ -366,7 +366,7 @@ class Worker:
                     job.sampling,
                     job.logit_bias,
                     prompt=job.prompt if request.drawn else job.prompt[:-1],
-                    answer=request.drawn[:-1],
+                    answer=request.drawn[:-1] if request.drawn else None,
                     vocab_size=self._loaded.facts.vocab_size,
                 ),
                 *request.steer(),

@@ -104,7 +104,7 @@ def test_draws_follow_the_probabilities() -> None:
 def penalised(settings: SamplingSettings, prompt: list[int], answer: list[int]) -> list[float]:
     """The logits after `answer`, all ones before, as mlx-lm would call the processor token by token."""
     logits = mx.ones((1, VOCABULARY))
-    processor = Penalties(settings, prompt=prompt[:-1], answer=[], vocab_size=VOCABULARY)
+    processor = Penalties(settings, prompt=prompt[:-1], answer=None, vocab_size=VOCABULARY)
     seen = list(prompt[:-1])
     for token in [prompt[-1], *answer]:
         seen.append(token)
@@ -127,6 +127,13 @@ def test_penalties_of_a_resumed_answer_are_those_of_an_uninterrupted_one() -> No
     resumed = Penalties(settings, prompt=[1, 2], answer=[3, 4], vocab_size=VOCABULARY)
     result = resumed(mx.array([1, 2, 3, 4, 3]), mx.ones((1, VOCABULARY)))
     assert [round(value, 4) for value in result[0].tolist()] == whole
+
+
+def test_an_answer_of_one_token_is_resumed_as_an_answer() -> None:
+    settings = SamplingSettings(seed=0, presence_penalty=0.25)
+    resumed = Penalties(settings, prompt=[1, 2], answer=[], vocab_size=VOCABULARY)
+    result = resumed(mx.array([1, 2, 3]), mx.ones((1, VOCABULARY)))
+    assert [round(value, 4) for value in result[0].tolist()] == penalised(settings, [1, 2], [3])
 
 
 def test_a_bias_moves_its_token_alone() -> None:
