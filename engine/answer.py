@@ -67,6 +67,11 @@ class Answer:
         return self._separator.state
 
     @property
+    def channel(self) -> Channel:
+        """The channel that is being written."""
+        return _CHANNELS.get(self.state, "content")
+
+    @property
     def text(self) -> str:
         return "".join(self._texts["content"])
 

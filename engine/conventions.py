@@ -8,6 +8,7 @@ here; every other family by what mlx-lm's tokenizer wrapper found out.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,11 +33,15 @@ Edges = dict[State, dict[str, State]]
 
 @dataclass(frozen=True, slots=True)
 class Conventions:
-    """A model's. `plain` reads answers where no tools were offered, `calling` where they were."""
+    """A model's. `plain` reads answers where no tools were offered, `calling` where they were.
+
+    `control_ids` are tokens that stand for no text, `added_ids` all that the tokenizer finds in a text before any rule.
+    """
 
     marks: Marks | None
     tool_format: ToolFormat | None
     control_ids: frozenset[int]
+    added_ids: Mapping[str, int]
     template: str
     harmony: bool
     initial: State
@@ -59,6 +64,7 @@ def conventions_of(tokenizer: TokenizerWrapper) -> Conventions:
         control_ids=frozenset(
             id for id, token in added.items() if token.special or _CONTROL.fullmatch(token.content) is not None
         ),
+        added_ids={token.content: id for id, token in added.items()},
         template=template,
         harmony=harmony,
         initial=State.HEADER if harmony else _STATES[tokenizer.response_initial_state or "normal"],

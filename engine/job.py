@@ -71,6 +71,7 @@ def make_job(
         max_tokens=_room(len(prompt), stopping.max_tokens, facts),
         stop=stopping.stop,
         stop_ids=frozenset(stopping.stop_token_ids)
+        | prepared.stop_ids
         | (frozenset() if stopping.ignore_eos else facts.eos_token_ids | prepared.end_ids),
         logprobs=request.logprobs,
         stream=request.stream,

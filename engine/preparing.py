@@ -7,7 +7,7 @@ the prompt and says how the answer is to be read. What cannot be done is refused
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A prompt in token ids and how its answer is read. `prompt` is the client's with what else the template is told;
-    `end_ids` end the answer beside the model's own.
+    """A prompt in token ids and how its answer is read.
+
+    `prompt` is the client's with what else the template is told. `end_ids` end the answer beside the model's own,
+    `stop_ids` are those of the stop strings that are tokens of their own and never text.
     """
 
     prompt: Prompt
@@ -38,6 +40,7 @@ class Prepared:
     form: Form = PLAIN
     end_ids: frozenset[int] = frozenset()
     course: Course | None = None
+    stop_ids: frozenset[int] = frozenset()
 
 
 class Preparer:
@@ -56,10 +59,12 @@ class Preparer:
         return Courses(self._tokenizer, self._facts, self._conventions)
 
     def prepare(self, request: GenerateRequest) -> Prepared:
-        """Raises InvalidParams and Unsupported for what this model cannot be asked."""
-        if isinstance(request.prompt, ChatPrompt):
-            return self._chat(request, request.prompt)
-        return self._completion(request)
+        """Raises InvalidGrammar, InvalidParams and Unsupported for what this model cannot be asked."""
+        prompt = request.prompt
+        prepared = self._chat(request, prompt) if isinstance(prompt, ChatPrompt) else self._completion(request)
+        added = self._conventions.added_ids
+        stops = frozenset(added[text] for text in request.stopping.stop if text in added)
+        return replace(prepared, stop_ids=stops) if stops else prepared
 
     def _completion(self, request: GenerateRequest) -> Prepared:
         """Raw text: it has no channels, only tokens that are no text."""

@@ -157,7 +157,7 @@ class Request:
         if not self.job.stream:
             return []
         if not parts:
-            return [Delta("", "content", token_ids, logprobs)] if token_ids else []
+            return [Delta("", self._answer.channel, token_ids, logprobs)] if token_ids else []
         deltas = [Delta(text, channel) for channel, text in parts[:-1]]
         channel, text = parts[-1]
         return [*deltas, Delta(text, channel, token_ids, logprobs)]

@@ -22,6 +22,7 @@ from omlxd.engine.api import (
     GenerationResult,
     LoadOptions,
     OmlxError,
+    Stopping,
     TextPrompt,
 )
 from omlxd.engine.catalog import CatalogEntry
@@ -115,6 +116,24 @@ def test_control_tokens_of_a_raw_text_are_not_shown(tmp_path: Path) -> None:
     result = asyncio.run(main())
     assert result.text == "ab"
     assert IM_START in result.token_ids
+
+
+@pytest.mark.parametrize("stop", ["<|im_start|>", "</t>"])
+def test_a_stop_string_that_is_a_token_of_its_own_ends_the_answer(tmp_path: Path, stop: str) -> None:
+    """Its text would never come by: control tokens have none, and marks are taken out."""
+    own = family_tokenizer(tmp_path, {"</t>": False}, (), "")
+    script = Script(ids_of(["a", stop, "b"], own), len(own))
+    script.prompt_tokens = 3
+    model = LoadedModel(script, own, ModelFacts("m", Path("/nowhere"), None, len(own), frozenset({IM_END}), False, 0))
+
+    async def main() -> GenerationResult:
+        async with engine(model) as running:
+            request = GenerateRequest("m", TextPrompt("abc"), stopping=Stopping(stop=[stop], ignore_eos=True))
+            prepared = await running.prepare(request)
+            return await Running(running, make_job(request, prepared, running.facts, id="r", arrived=0.0)).result()
+
+    result = asyncio.run(main())
+    assert (result.text, result.finish_reason) == ("a", "stop")
 
 
 def test_tokens_that_the_model_s_own_file_suppresses_are_never_said(tmp_path: Path) -> None:
