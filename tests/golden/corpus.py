@@ -1,8 +1,9 @@
 """The golden corpora: per family of models, token streams and the channel deltas that must come of them.
 
-A file is one family: its template, its own tokens (true: special) and its cases. A case gives the pieces that the model
-says, one token each, and what a client must see: `deltas`, exactly as they come token by token, how it ended, and the
-calls. To add a family, write a file; `python -m tests.golden.show FAMILY` prints what the code makes of its cases.
+A file is one family: its template, its own tokens (true: special), its model_type where that matters, and its cases.
+A case gives the pieces that the model says, one token each, and what a client must see: `deltas`, exactly as they come
+token by token, how it ended, and the calls. To add a family, write a file; `python -m tests.golden.show FAMILY` prints
+what the code makes of its cases.
 """
 
 from __future__ import annotations
@@ -77,7 +78,10 @@ class Case:
         )
 
     def tokenizer(self) -> TokenizerWrapper:
-        return _tokenizer(self)
+        """Made once per case."""
+        if self.id not in _tokenizers:
+            _tokenizers[self.id] = _tokenizer(self)
+        return _tokenizers[self.id]
 
     def ids(self) -> list[int]:
         """What the model says, its end included."""
@@ -96,6 +100,9 @@ class Case:
         return LoadedModel(Script(self.ids(), vocab_size), tokenizer, facts)
 
 
+_tokenizers: dict[str, TokenizerWrapper] = {}
+
+
 @cache
 def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
@@ -104,7 +111,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _tokenizer(case: Case) -> TokenizerWrapper:
     file = _read(FOLDER / f"{case.family}.json")
     with tempfile.TemporaryDirectory() as folder:
-        return family_tokenizer(Path(folder), file["tokens"], case.pieces, file["template"])
+        model_type = file.get("model_type", "llama")
+        return family_tokenizer(Path(folder), file["tokens"], case.pieces, file["template"], model_type)
 
 
 def cases(family: str = "*") -> Iterator[Case]:

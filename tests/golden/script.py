@@ -12,7 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.tokenizer_utils import TokenizerWrapper, load
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 
@@ -45,9 +46,12 @@ class Script(nn.Module):
 
 
 def family_tokenizer(
-    directory: Path, added: Mapping[str, bool], pieces: Sequence[Piece], template: str
+    directory: Path, added: Mapping[str, bool], pieces: Sequence[Piece], template: str, model_type: str = "llama"
 ) -> TokenizerWrapper:
-    """Bytes, the family's added tokens (true: special) and a token for every longer piece, loaded as mlx-lm does it."""
+    """Bytes, the family's added tokens (true: special) and a token for every longer piece, loaded as mlx-lm does it.
+
+    For some model types mlx-lm knows more than the tokenizer's files say.
+    """
     letters = byte_letters()
     vocabulary = {letters[byte]: byte for byte in range(256)} | {text: id for id, text in SPECIAL.items()}
     for text in added:
@@ -71,7 +75,8 @@ def family_tokenizer(
         "chat_template": template,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    return load(directory)
+    (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return load_tokenizer(directory)
 
 
 def ids_of(pieces: Sequence[Piece], tokenizer: TokenizerWrapper) -> list[int]:
