@@ -124,7 +124,7 @@ class Follow:
 
 
 class Unless:
-    """A grammar, unless the first token begins one of the `ways`, which no text of the grammar begins with."""
+    """A grammar, unless the first token begins one of the `ways`. One that may begin a text of the grammar does."""
 
     def __init__(self, follow: Follow, ways: Sequence[tuple[Sequence[int], Sequence[Rule]]]) -> None:
         self.follow = follow
@@ -136,8 +136,9 @@ class Unless:
         return mask
 
     def take(self, token_id: int) -> list[Rule] | None:
+        of_grammar = self.follow.allowed()[token_id]
         for token_ids, after in self._ways:
-            if token_ids[0] == token_id:
+            if token_ids[0] == token_id and not of_grammar:
                 return [*([Forced(token_ids[1:])] if len(token_ids) > 1 else []), *after]
         self.follow.take(token_id)
         return [self.follow]

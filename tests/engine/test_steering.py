@@ -29,11 +29,11 @@ from omlxd.engine.api import (
 )
 from omlxd.engine.conventions import conventions_of
 from omlxd.engine.grammar import MAX_BLANK_RUN, MAX_BLANKS
-from omlxd.engine.job import make_job
+from omlxd.engine.job import Job, make_job
 from omlxd.engine.model import LoadedModel, ModelFacts
 from omlxd.engine.preparing import Preparer
 from omlxd.engine.steering import Steering
-from tests.engine.running import Running, engine
+from tests.engine.running import Running, engine, loaded
 from tests.golden.corpus import FOLDER, TOOLS
 from tests.golden.script import Script, family_tokenizer
 from tests.models import IM_END
@@ -336,6 +336,66 @@ def test_a_grammar_holds_for_its_own_row_only_and_for_several_at_once() -> None:
     assert plain.text == again.text == "Hello there"
     assert json.loads(held.text) == json.loads(also.text)
     assert re.fullmatch("[0-9]{5}", numbers.text)
+
+
+def test_rows_that_cannot_be_merged_are_held_as_well() -> None:
+    plain = loaded("llama4", eos=frozenset({IM_END}))
+
+    async def main() -> list[GenerationResult]:
+        async with engine(plain) as running:
+            assert not running.merges_rows
+            requests = [
+                chat(response_format={"type": "regex", "pattern": pattern}) for pattern in ("[ab]{6}", "[0-9]{4}")
+            ]
+            jobs = []
+            for request in requests:
+                prepared = await running.prepare(request)
+                jobs.append(make_job(request, prepared, running.facts, id=f"i{len(jobs)}", arrived=time.monotonic()))
+            return await asyncio.gather(*(Running(running, job).result() for job in jobs))
+
+    letters, digits = asyncio.run(main())
+    assert re.fullmatch("[ab]{6}", letters.text)
+    assert re.fullmatch("[0-9]{4}", digits.text)
+
+
+def test_a_preempted_answer_still_follows_its_grammar() -> None:
+    """With one row, an interactive request takes the place of the batch one, which then comes back."""
+    plain = loaded("llama", eos=frozenset({IM_END}))
+    form = {"type": "regex", "pattern": "[a-z]{40}"}
+
+    async def main() -> tuple[GenerationResult, GenerationResult, list[str]]:
+        async with engine(plain, max_batch=1) as running:
+            request = chat(response_format=form, max_tokens=60, priority="batch", stream=True)
+            prepared = await running.prepare(request)
+
+            def job(id: str) -> Job:
+                return make_job(request, prepared, running.facts, id=id, arrived=time.monotonic())
+
+            alone = await Running(running, job("alone")).result()
+            held = Running(running, job("held"))
+            await held.first_token()
+            quick = await running.prepare(chat(max_tokens=2))
+            urgent = make_job(chat(max_tokens=2), quick, running.facts, id="urgent", arrived=time.monotonic())
+            ends: list[str] = []
+
+            async def ended(each: Running) -> GenerationResult:
+                result = await each.result()
+                ends.append(each.job.id)
+                return result
+
+            preempted, _ = await asyncio.gather(ended(held), ended(Running(running, urgent)))
+            return alone, preempted, ends
+
+    alone, preempted, ends = asyncio.run(main())
+    assert ends == ["urgent", "held"]
+    assert re.fullmatch("[a-z]{40}", preempted.text)
+    assert preempted.token_ids == alone.token_ids
+
+
+def test_a_grammar_that_begins_like_a_call_stays_a_grammar() -> None:
+    model = speaker("minicpm5", ["<b>hi</b>"])
+    request = chat(tools=TOOLS, response_format={"type": "regex", "pattern": "<b>[a-z]+</b>"})
+    assert answer(model, request).text == "<b>hi</b>"
 
 
 @pytest.mark.parametrize(
