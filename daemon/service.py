@@ -15,14 +15,17 @@ import platform
 import sys
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from omlxd import __version__
 from omlxd.daemon import logs, reload
 from omlxd.daemon.caches import Caches, CacheShelf, explain
 from omlxd.daemon.events import EventHub
+from omlxd.daemon.footprint import platform_probe
 from omlxd.daemon.generations import Generations
+from omlxd.daemon.memory import Memory
 from omlxd.daemon.paths import Paths
 from omlxd.daemon.pulls import Pulls
 from omlxd.daemon.reload import LiveSettings
@@ -37,6 +40,8 @@ from omlxd.engine.api import (
     GenerateRequest,
     Generation,
     LoadOptions,
+    MemoryStatus,
+    ModelBusy,
     ModelEntry,
     Progress,
     ProgressSink,
@@ -51,12 +56,14 @@ from omlxd.engine.api import (
 from omlxd.engine.backend import CacheOptions, MlxBackend
 from omlxd.engine.catalog import Catalog, Root
 from omlxd.engine.disk_cache import DiskOptions
+from omlxd.engine.guard import MemoryGuard
+from omlxd.engine.limits import MemoryPolicy
 from omlxd.engine.pool import Pool
 from omlxd.engine.pull import pull
+from omlxd.engine.removal import remove_pulled
 from omlxd.engine.scheduler import SchedulerLimits
 from omlxd.engine.slot import EngineHandle
 
-HOT_SHARE = 0.1
 FLUSH_S = 3.0  # the most that a stop waits for the cache's disk
 OnShutdown = Callable[[float | None], None]
 T = TypeVar("T")
@@ -77,8 +84,10 @@ class Service:
         paths: Paths,
         live: LiveSettings,
         on_shutdown: OnShutdown,
+        memory: Memory,
     ) -> None:
         """`pool` tells `events` of its models."""
+        self._memory = memory
         self._pool = pool
         self._events = events
         self._caches = Caches(shelf, pool, events)
@@ -94,6 +103,7 @@ class Service:
 
     async def start(self) -> None:
         """Reads the packages' versions, off the loop: the first `daemon.info` should not wait for it."""
+        self._memory.start()
         await asyncio.to_thread(_versions)
 
     async def close(self) -> None:
@@ -103,6 +113,7 @@ class Service:
         for work in self._waiting:
             work.cancel()
         await asyncio.gather(self._pulls.close(), self._pool.close())
+        await asyncio.to_thread(self._memory.close)
         await self._caches.close(min(FLUSH_S, self._live.started.daemon.grace_s))
 
     @property
@@ -134,7 +145,7 @@ class Service:
             models=self._pool.loaded(),
             requests=requests,
             counts={"live": len(requests), **self._generations.counts},
-            memory={"footprint_bytes": _footprint_bytes()},
+            memory=asdict(self._memory.status()),
             cache=self._caches.summary(),
         )
 
@@ -144,7 +155,7 @@ class Service:
                 "uptime_s": time.monotonic() - self._began,
                 "live_requests": len(self._generations.infos()),
                 "loaded_models": sum(model.loaded_at is not None for model in self._pool.loaded()),
-                "footprint_bytes": _footprint_bytes(),
+                "footprint_bytes": self._memory.footprint_bytes,
                 "cache_hot_bytes": self._caches.hot_bytes,
                 "cache_ssd_bytes": self._caches.ssd_bytes,
             },
@@ -182,6 +193,25 @@ class Service:
 
     async def unload_model(self, model: str, *, now: bool) -> Unloaded:
         return await self._unless_closed(self._pool.unload(model, now=now))
+
+    async def pin_model(self, model: str, *, pinned: bool) -> ModelEntry:
+        return await self._pool.pin(model, pinned=pinned)
+
+    async def remove_model(self, model: str) -> int:
+        entry = await self._pool.entry(model)
+        if entry.state not in ("ABSENT", "FAILED"):
+            raise ModelBusy(entry.name, entry.requests)
+        freed = await asyncio.to_thread(remove_pulled, Path(entry.path), Path(self._paths.models_dir))
+        self._events.publish("models", model=entry.name, state="ABSENT", what="removed")
+        return freed
+
+    def memory_status(self) -> MemoryStatus:
+        return self._memory.status()
+
+    def set_memory(
+        self, tier: Literal["safe", "balanced", "aggressive"] | None, limit_bytes: int | None
+    ) -> MemoryStatus:
+        return self._memory.set(tier, limit_bytes)
 
     async def pull_model(self, source: str, name: str | None, progress: ProgressSink) -> ModelEntry:
         """Gets a model into the home. Cancelled, it leaves nothing half done."""
@@ -255,18 +285,25 @@ def build_service(live: LiveSettings, paths: Paths, on_shutdown: OnShutdown) -> 
     cache = CacheOptions(
         enabled=settings.cache.enabled,
         block_size=settings.cache.block_size,
-        hot_bytes=_hot_bytes(settings),
+        hot_bytes=settings.cache.hot.max_bytes or 0,  # the enforcer's first poll gives a share of the limit
         disk=_disk(settings, paths),
     )
     events = EventHub()
-    backend = MlxBackend(limits, cache)
+    guard = MemoryGuard()
+    backend = MlxBackend(limits, cache, guard, wired_limit_bytes=settings.memory.wired_limit_bytes)
     pool = Pool(
         catalog,
         backend,
         autoload=settings.models.autoload,
         ttl_s=settings.models.ttl_s,
         on_state=lambda entry: events.publish("models", model=entry.name, state=entry.state, error=entry.error),
+        guard=guard,
+        widens_halves=sys.platform != "darwin",
     )
+    memory = Memory(
+        pool, guard, backend, events, platform_probe(), _policy(settings), hot_bytes=settings.cache.hot.max_bytes
+    )
+    live.taken_up_by(lambda new: memory.set_policy(_policy(new)), "memory.tier", "memory.limit_bytes")
     live.taken_up_by(lambda new: logs.set_level(new.log.level), "log.level")
     live.taken_up_by(lambda new: logs.set_content(new.log.content), "log.content")
     live.taken_up_by(
@@ -274,7 +311,7 @@ def build_service(live: LiveSettings, paths: Paths, on_shutdown: OnShutdown) -> 
         "models.autoload",
         "models.ttl_s",
     )
-    return Service(pool, backend, events, paths=paths, live=live, on_shutdown=on_shutdown)
+    return Service(pool, backend, events, paths=paths, live=live, on_shutdown=on_shutdown, memory=memory)
 
 
 def _roots(settings: Settings, paths: Paths) -> list[Root]:
@@ -284,12 +321,11 @@ def _roots(settings: Settings, paths: Paths) -> list[Root]:
     return [own, Root(Path(HF_HUB_CACHE), "huggingface"), *(Root(Path(dir)) for dir in settings.models.dirs)]
 
 
-def _hot_bytes(settings: Settings) -> int:
-    """The hot tier's budget: the setting, or a tenth of this machine's memory."""
-    import psutil
-
-    asked = settings.cache.hot.max_bytes
-    return int(psutil.virtual_memory().total * HOT_SHARE) if asked is None else asked
+def _policy(settings: Settings) -> MemoryPolicy:
+    memory = settings.memory
+    if memory.limit_bytes is not None:
+        return MemoryPolicy("custom", memory.limit_bytes)
+    return MemoryPolicy(cast('Literal["safe", "balanced", "aggressive"]', memory.tier))
 
 
 def _disk(settings: Settings, paths: Paths) -> DiskOptions | None:
@@ -307,12 +343,6 @@ def _disk(settings: Settings, paths: Paths) -> DiskOptions | None:
 @functools.cache
 def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm", "mlx-vlm")}
-
-
-def _footprint_bytes() -> int:
-    import psutil  # not needed to start
-
-    return int(psutil.Process().memory_info().rss)
 
 
 def _quiet(_: Progress) -> None:

@@ -271,6 +271,7 @@ class RequestInfo:
     completion_tokens: int
     age_s: float
     reason: str | None = None
+    priority: Literal["interactive", "batch"] = "interactive"
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,6 +492,22 @@ class Backend(Protocol):
     async def unload_model(self, model: str, *, now: bool) -> Unloaded: ...
 
     async def pull_model(self, source: str, name: str | None, progress: ProgressSink) -> ModelEntry: ...
+
+    async def pin_model(self, model: str, *, pinned: bool) -> ModelEntry:
+        """A pinned model is never unloaded to make room. Raises Unsupported to pin one that is not loaded."""
+        ...
+
+    async def remove_model(self, model: str) -> int:
+        """Deletes a model that was pulled; returns its bytes. Raises Unsupported, ModelBusy while it is loaded."""
+        ...
+
+    def memory_status(self) -> MemoryStatus: ...
+
+    def set_memory(
+        self, tier: Literal["safe", "balanced", "aggressive"] | None, limit_bytes: int | None
+    ) -> MemoryStatus:
+        """Exactly one of the two; a tier ends a limit in bytes. It may lie below what is used: the ladder starts."""
+        ...
 
     def generate(self, request: GenerateRequest) -> Generation:
         """Starts a request. Refusals too arrive through `Generation.result`."""

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from omlxd.cache.hot import HotTier, TierStats
+from omlxd.engine.allocator import Allocator, MlxAllocator, NoAllocator
 from omlxd.engine.api import LoadOptions, ProgressSink
 from omlxd.engine.catalog import CatalogEntry
 from omlxd.engine.disk_cache import DiskCache, DiskOptions
+from omlxd.engine.guard import MemoryGuard
 from omlxd.engine.model import LoadedModel
 from omlxd.engine.scheduler import SchedulerLimits
 
@@ -44,8 +46,18 @@ class CacheOptions:
 class MlxBackend:
     """Loads with mlx-lm, opens each model's prefix cache and starts its engine thread."""
 
-    def __init__(self, limits: SchedulerLimits, cache: CacheOptions) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        cache: CacheOptions,
+        guard: MemoryGuard | None = None,
+        *,
+        wired_limit_bytes: int | None = None,
+    ) -> None:
         self._limits = limits
+        self._guard = guard or MemoryGuard()
+        self._wired_limit_bytes = wired_limit_bytes
+        self.allocator: Allocator = NoAllocator()  # MLX's from the first load on
         self._cache = cache
         self.tier = HotTier(cache.hot_bytes)
         self._threads = ThreadPoolExecutor(MAX_MODELS, thread_name_prefix="engine")
@@ -55,14 +67,19 @@ class MlxBackend:
     def load(self, entry: CatalogEntry, options: LoadOptions, progress: ProgressSink) -> LoadedModel:
         # Imported here, not above: it takes seconds, and a daemon without a model must start in a blink.
         from omlxd.engine import engine, loader  # noqa: F401
+        from omlxd.engine.kv_cost import costs_of
 
+        if isinstance(self.allocator, NoAllocator):
+            self.allocator = MlxAllocator(self._guard.limits.ceilings.static, self._wired_limit_bytes)
+            self._guard.weigh_process()
         loaded = loader.load(entry, options, progress=progress)
+        loaded = replace(loaded, costs=costs_of(loaded))
         return self._with_cache(loaded, entry, options) if self._cache.enabled else loaded
 
     def start(self, loaded: LoadedModel) -> Engine:
         from omlxd.engine.engine import Engine
 
-        return Engine(loaded, self._limits, threads=self._threads)
+        return Engine(loaded, self._limits, threads=self._threads, guard=self._guard)
 
     def close(self) -> None:
         """Lets the engine threads go, once every engine has ended."""

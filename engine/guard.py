@@ -22,13 +22,15 @@ class Helpers:
     """What the guard has others do, on whichever thread asks; all return at once.
 
     `shrink_cache` frees about so many bytes of stored prefixes. `unload_idle` takes one idle model out, in its own
-    time. `stir` has the limits looked at anew. `freed` says that so many bytes of arrays have just gone.
+    time. `stir` has the limits looked at anew. `freed` says that so many bytes of arrays have just gone. `footprint`
+    is this process's.
     """
 
     shrink_cache: Callable[[int], object] = lambda nbytes: None
     unload_idle: Callable[[], object] = lambda: None
     stir: Callable[[], object] = lambda: None
     freed: Callable[[int], object] = lambda nbytes: None
+    footprint: Callable[[], int] = lambda: 0
 
 
 class MemoryGuard:
@@ -51,6 +53,10 @@ class MemoryGuard:
             self._process = self.ledger.hold(PROCESS, "process", nbytes)
         else:
             self._process.resize(nbytes)
+
+    def weigh_process(self) -> None:
+        """Takes the process's own bytes anew: libraries have been loaded, and no model yet."""
+        self.set_process_bytes(self._helpers.footprint())
 
     @property
     def process_bytes(self) -> int:

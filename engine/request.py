@@ -210,4 +210,5 @@ class Request:
             completion_tokens=len(self.token_ids),
             age_s=self._clock() - self.job.arrived,
             reason=self.reason,
+            priority="batch" if self.job.batch_priority else "interactive",
         )

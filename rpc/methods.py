@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from msgspec import Raw, Struct
 
-from omlxd.engine.api import CacheLine, DaemonInfo, InvalidParams, Reloaded
+from omlxd.engine.api import CacheLine, DaemonInfo, InvalidParams, MemoryStatus, Reloaded
 from omlxd.rpc import caching, watching, wire
 from omlxd.rpc import params as p
 from omlxd.rpc.calls import Call
@@ -105,6 +105,26 @@ async def _unload(call: Call, params: p.UnloadParams) -> wire.UnloadedLine:
     return wire.unloaded_line(unloaded)
 
 
+async def _pin(call: Call, params: p.ModelParams) -> wire.ModelLine:
+    return wire.model_line(await call.wait_for(lambda: call.backend.pin_model(params.model, pinned=True)))
+
+
+async def _unpin(call: Call, params: p.ModelParams) -> wire.ModelLine:
+    return wire.model_line(await call.wait_for(lambda: call.backend.pin_model(params.model, pinned=False)))
+
+
+async def _remove(call: Call, params: p.ModelParams) -> wire.Removed:
+    return wire.Removed(await call.wait_for(lambda: call.backend.remove_model(params.model)))
+
+
+async def _memory(call: Call, params: NoParams) -> MemoryStatus:
+    return call.backend.memory_status()
+
+
+async def _set_memory(call: Call, params: p.MemorySetParams) -> MemoryStatus:
+    return call.backend.set_memory(params.tier, params.limit_bytes)
+
+
 async def _pull(call: Call, params: p.PullParams) -> wire.ModelLine:
     backend = call.backend
     entry = await with_progress(call, lambda sink: backend.pull_model(params.source, params.name, sink))
@@ -150,6 +170,11 @@ _TABLE: Final = (
     Method("models.list", "The whole catalog.", NoParams, list[wire.ModelLine], _list_models, takes_time=True),
     Method("models.load", "Loads a model.", p.LoadParams, wire.ModelLine, _load, takes_time=True),
     Method("models.unload", "Unloads a model.", p.UnloadParams, wire.UnloadedLine, _unload, takes_time=True),
+    Method("models.pin", "Never unloads it to make room.", p.ModelParams, wire.ModelLine, _pin, takes_time=True),
+    Method("models.unpin", "Ends a pin.", p.ModelParams, wire.ModelLine, _unpin, takes_time=True),
+    Method("models.remove", "Deletes a model that was pulled.", p.ModelParams, wire.Removed, _remove, takes_time=True),
+    Method("memory.status", "Who holds memory, what limits it, what was done.", NoParams, MemoryStatus, _memory),
+    Method("memory.set", "Another tier or limit.", p.MemorySetParams, MemoryStatus, _set_memory),
     Method("models.pull", "Fetches or imports a model.", p.PullParams, wire.ModelLine, _pull, takes_time=True),
     Method("generate.chat", "Continues a conversation.", p.ChatParams, wire.Generated, chat, takes_time=True),
     Method("generate.complete", "Continues a text.", p.CompleteParams, wire.Generated, complete, takes_time=True),

@@ -115,6 +115,19 @@ class UnloadParams(Struct, forbid_unknown_fields=True, kw_only=True):
     now: Flag = None
 
 
+class ModelParams(Struct, forbid_unknown_fields=True, kw_only=True):
+    """`models.pin`, `models.unpin` and `models.remove`."""
+
+    model: Model
+
+
+class MemorySetParams(Struct, forbid_unknown_fields=True, kw_only=True):
+    """`memory.set`: exactly one of the two; a tier ends a limit in bytes."""
+
+    tier: Annotated[Literal["safe", "balanced", "aggressive"] | None, _takes("safe, balanced or aggressive")] = None
+    limit_bytes: Annotated[Annotated[int, Meta(ge=1)] | None, _takes("bytes, 1 or more")] = None
+
+
 class PullParams(Slow, kw_only=True):
     """`models.pull`."""
 

@@ -207,6 +207,7 @@ class RequestInfo(TypedDict):
     completion_tokens: int
     age_s: float
     reason: str | None
+    priority: Literal["interactive", "batch"]
 
 
 class Status(TypedDict):

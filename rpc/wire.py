@@ -199,6 +199,12 @@ class Cleared(Struct):
     freed_bytes: int
 
 
+class Removed(Struct):
+    """`models.remove`."""
+
+    removed_bytes: int
+
+
 class ServerInfo(Struct):
     """Who answers, in LSP's words."""
 

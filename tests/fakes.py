@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -34,6 +35,11 @@ from omlxd.engine.api import (
     Generation,
     GenerationResult,
     Histogram,
+    MemoryAction,
+    MemoryCeilings,
+    MemoryHolder,
+    MemoryMarks,
+    MemoryStatus,
     Json,
     LoadOptions,
     ModelEntry,
@@ -224,6 +230,7 @@ class FakeBackend:
     subscriptions: list[FakeSubscription] = field(default_factory=list)
     clears: list[tuple[str | None, str]] = field(default_factory=list)
     on_shutdown: Callable[[], None] | None = None
+    memory: MemoryStatus = field(default_factory=lambda: memory_status(75 * 10**9, "balanced"))
 
     def info(self) -> DaemonInfo:
         if self.failure is not None:
@@ -278,6 +285,24 @@ class FakeBackend:
         self._known(model)
         self.models[model] = replace(self.models[model], state="ABSENT")
         return Unloaded(self.models[model], freed_bytes=1000)
+
+    async def pin_model(self, model: str, *, pinned: bool) -> ModelEntry:
+        self._known(model)
+        self.models[model] = replace(self.models[model], pinned=pinned)
+        return self.models[model]
+
+    async def remove_model(self, model: str) -> int:
+        self._known(model)
+        return self.models.pop(model).size_bytes
+
+    def memory_status(self) -> MemoryStatus:
+        return self.memory
+
+    def set_memory(self, tier: Any, limit_bytes: int | None) -> MemoryStatus:
+        """The fake's machine has 100 GB; a tier leaves 25 of them."""
+        static = 75 * 10**9 if limit_bytes is None else limit_bytes
+        self.memory = memory_status(static, tier or "custom")
+        return self.memory
 
     async def pull_model(self, source: str, name: str | None, progress: ProgressSink) -> ModelEntry:
         self.pulls.append((source, name))
@@ -347,6 +372,23 @@ class FakeBackend:
 
     def _not_found(self, model: str) -> ModelNotFound:
         return ModelNotFound(model, difflib.get_close_matches(model, self.models))
+
+
+def memory_status(static: int, tier: Any) -> MemoryStatus:
+    """A model of 8 GB on a quiet machine."""
+    return MemoryStatus(
+        footprint_bytes=8_300_000_000,
+        ledger_bytes=8_200_000_000,
+        pool_bytes=50_000_000,
+        difference_bytes=50_000_000,
+        level="OK",
+        limits=MemoryMarks(static * 90 // 100, static * 96 // 100, static * 98 // 100),
+        ceilings=MemoryCeilings(static, 90 * 10**9, None),
+        binding="static",
+        tier=tier,
+        entries=[MemoryHolder(MODEL, "weights", 8 * 10**9), MemoryHolder("omlxd", "process", 200_000_000)],
+        actions=[MemoryAction(1.7e9, "no request is admitted", "90 bytes used", 0)],
+    )
 
 
 def cache_line(model: str) -> CacheLine:
