@@ -20,6 +20,7 @@ from omlxd.cache.layouts import Leaf, ModelLayout
 from omlxd.cache.pieces import join
 from omlxd.cache.store import BlockStore, Name, StoredBlock, StoredCheckpoint
 from omlxd.cache.tree import Block, Checkpoint, Match, PrefixTree
+from omlxd.cache.tree_view import Node
 from omlxd.cache.writer import Writer
 
 
@@ -224,6 +225,14 @@ class PrefixCache:
         For any thread: their arrays are evaluated.
         """
         return self._writer.records(names)
+
+    def nodes(self, limit: int) -> list[Node]:
+        """Those used last, for people to look at. For any thread."""
+        return self._writer.nodes(limit)
+
+    def fresh(self) -> list[Leaf]:
+        """Empty caches of the model, the caller's own."""
+        return self._layout.fresh()
 
     def release(self, entries: Sequence[Block | Checkpoint]) -> None:
         """Ends the pins of a hit, and evicts what had no room but for them."""

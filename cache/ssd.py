@@ -22,8 +22,9 @@ from typing import TypeVar
 from omlxd.cache.disk import Disk
 from omlxd.cache.errors import CacheError
 from omlxd.cache.explain import Explanation, explanation
-from omlxd.cache.keys import unpack
+from omlxd.cache.keys import chain, pack, unpack
 from omlxd.cache.prefix import Standing
+from omlxd.cache.sessions import Chain, Quota, Session, Sessions
 from omlxd.cache.ssd_format import BadFile, Model, Record, check, decode
 from omlxd.cache.ssd_index import Entry, Lookup, Totals
 from omlxd.cache.ssd_plan import Plan, Planner, Step
@@ -31,7 +32,8 @@ from omlxd.cache.ssd_queue import WriteQueue
 from omlxd.cache.ssd_sweep import quarantine
 from omlxd.cache.ssd_volume import Place, Volume
 from omlxd.cache.ssd_writer import Condition, Limits, Source, Writer
-from omlxd.cache.store import CHECKPOINT, StoredBlock, StoredCheckpoint
+from omlxd.cache.store import BLOCK, CHECKPOINT, StoredBlock, StoredCheckpoint
+from omlxd.cache.tree_view import Node
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class SsdStore:
         memo: Path,
         max_bytes: int,
         min_free_bytes: int,
+        quota: Quota,
         queue_bytes: int = QUEUE_BYTES,
         disk: Disk | None = None,
         clock: Callable[[], float] = time.time,
@@ -77,6 +80,7 @@ class SsdStore:
         self._place = Place(directory, memo)
         self._max_bytes = max_bytes
         self._queue = WriteQueue(queue_bytes)
+        self._sessions = Sessions(self._disk, quota, clock)
         self._writer = Writer(
             self._place,
             Limits(max_bytes, min_free_bytes),
@@ -126,11 +130,75 @@ class SsdStore:
         """What each model has on disk, by name; nothing while the disk cannot be asked."""
         return self._look(lambda lookup: lookup.totals()) or {}
 
+    def nodes(self, model: Model, limit: int) -> list[Node]:
+        """Those of a model used last; on any thread that may wait."""
+        rows = self._look(lambda lookup: lookup.tree(model.identity.hex(), limit)) or []
+        return [
+            Node(
+                entry.key.hex(),
+                entry.parent.hex(),
+                entry.start,
+                entry.tokens,
+                entry.kind == CHECKPOINT,
+                entry.nbytes,
+                pins,
+                ssd=True,
+                last_used=used,
+            )
+            for entry, used, pins in rows
+        ]
+
     def failures_of(self, model: str) -> tuple[int, int]:
         """How many of a model's writes were dropped and how many of its files were bad, since the start."""
         mine = [identity for identity, name in self._models.items() if name == model]
         with self._counts_lock:
             return sum(self._writer.dropped[each] for each in mine), sum(self._bad_of[each] for each in mine)
+
+    # -- sessions, on any thread that may wait ------------------------------------------------------------------------
+
+    def list_sessions(self, model: str | None) -> list[Session]:
+        return self.run(lambda volume: self._sessions.all(model)).result()
+
+    def use_session(self, model: str, name: str) -> Session:
+        """Raises NoSuchSession."""
+        return self.run(lambda volume: self._sessions.use(volume, model, name)).result()
+
+    def delete_session(self, model: str, name: str) -> Session:
+        """Raises NoSuchSession. What it held is cache again, like any other."""
+        return self.run(lambda volume: self._sessions.delete(volume, model, name)).result()
+
+    def save_session(self, model: Model, name: str, tokens: Sequence[int], *, may_replace: bool) -> Session:
+        """Names the last position of `tokens` that can be brought back, and holds what leads there.
+
+        Nothing is copied: what is on disk stays, what is in memory only is written first. Raises SessionIsThere,
+        TooManySessions, and Unreadable when none of it is to be had.
+        """
+        self._write_chain(model, tokens)
+
+        def save(volume: Volume) -> Session:
+            kept = self._chain(model, tokens)
+            return self._sessions.save(volume, model.name, name, model.identity, kept, may_replace=may_replace)
+
+        return self.run(save).result()
+
+    def _write_chain(self, model: Model, tokens: Sequence[int]) -> None:
+        _, source = self._writer.sources[model.identity]
+        specs = chain(model.identity, pack(tokens), (), model.block_size)
+        names = {(BLOCK, spec.key) for spec in specs}
+        for stop in range(max(1, len(tokens) - 1), len(tokens) + 1):
+            *_, last = chain(model.identity, pack(tokens[:stop]), (), model.block_size)
+            names |= {(BLOCK, last.key), (CHECKPOINT, last.key)}
+        for record in source(names):
+            self._queue.offer(model, record, always=True)
+        self.written().result()
+
+    def _chain(self, model: Model, tokens: Sequence[int]) -> Chain:
+        specs = chain(model.identity, pack(tokens), (), model.block_size)
+        plan = self._plan(model, Standing(specs, 0, 0, len(tokens)))
+        if not plan.position or any(step.record is not None for step in plan.steps):
+            raise Unreadable(self._writer.condition.reason or "none of it could be kept on disk")
+        held = tuple((step.kind, step.key) for step in plan.steps)
+        return Chain(pack(tokens[: plan.position]), held, sum(step.nbytes for step in plan.steps))
 
     def clear(self, model: str | None) -> Future[int]:
         """Removes one model's files, or all, but for what sessions hold; gives the bytes."""
@@ -303,6 +371,7 @@ class SsdStore:
             if self._lookup is not None:
                 self._lookup.close()
                 self._lookup = None
+        self._sessions.opened(volume)
 
 
 def _page(identity: str, after: int, lookup: Lookup) -> list[Entry]:

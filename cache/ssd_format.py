@@ -9,6 +9,7 @@ out when it is read, whatever the drive promised when it was written.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -26,6 +27,7 @@ from omlxd.cache.store import StoredBlock, StoredCheckpoint
 SCHEMA = 1
 MAX_HEADER_BYTES = 16 << 20
 MAX_TOKENS = 1 << 20  # of one block
+MAX_AXES = 8
 
 # safetensors' name of a type, mlx's, and numpy's for its bytes: numpy has no bfloat16, whose bytes pass as uint16.
 _TYPES: Sequence[tuple[str, mx.Dtype, str]] = (
@@ -128,7 +130,7 @@ def decode(data: bytes, model: Model, key: bytes) -> Record:
     if _digest(said, tensors, [view]) != header.digest:
         raise BadFile("its content does not have the digest it was written with")
     _check(header, model, key)
-    arrays = [_array(tensors, index, view) for index in range(len(tensors))]
+    arrays = [_array(tensors, _name(index), view) for index in range(len(tensors))]
     return _put_together(header, model, arrays)
 
 
@@ -142,6 +144,16 @@ def check(data: bytes, identity: bytes, key: bytes) -> None:
 def read_header(head: bytes) -> Header:
     """What a file whose first bytes are `head` says it is; believes it. Raises BadFile."""
     return _read_header(head)[0]
+
+
+def read_tensors(data: bytes) -> tuple[dict[str, str], dict[str, mx.array]]:
+    """Any safetensors file's metadata and arrays, for whoever has bounded its size. Raises BadFile."""
+    parsed, start = _parsed(data)
+    said = parsed.pop("__metadata__", {})
+    if not isinstance(said, dict) or not all(isinstance(text, str) for text in said.values()):
+        raise BadFile("its metadata is not text")
+    view = memoryview(data)[start:]
+    return said, {name: _array(parsed, name, view) for name in parsed}
 
 
 def missing_rows(record: Record) -> int:
@@ -253,9 +265,9 @@ def _digest(said: Mapping[str, str], tensors: Mapping[str, Any], payload: Sequen
     return digest.hexdigest()
 
 
-def _array(tensors: Mapping[str, Any], index: int, view: memoryview) -> mx.array:
+def _array(tensors: Mapping[str, Any], name: str, view: memoryview) -> mx.array:
     try:
-        tensor = tensors[_name(index)]
+        tensor = tensors[name]
         dtype, numpy = _BY_NAME[tensor["dtype"]]
         start, stop = tensor["data_offsets"]
         return array_of(view[start:stop], dtype, numpy, tensor["shape"])
@@ -265,7 +277,9 @@ def _array(tensors: Mapping[str, Any], index: int, view: memoryview) -> mx.array
 
 def array_of(data: memoryview, dtype: mx.Dtype, numpy: str, shape: Sequence[int]) -> mx.array:
     """An evaluated array that owns its memory. Raises ValueError, TypeError where bytes and shape disagree."""
-    if len(data) != int(np.prod(shape, dtype=np.int64)) * np.dtype(numpy).itemsize:
+    if not all(type(length) is int and length >= 0 for length in shape) or len(shape) > MAX_AXES:
+        raise ValueError(f"no array has the shape {shape}")
+    if len(data) != math.prod(shape) * np.dtype(numpy).itemsize:
         raise ValueError(f"{len(data)} bytes for an array of {list(shape)}")
     array = mx.array(np.ndarray(tuple(shape), dtype=numpy, buffer=data if len(data) else bytearray(8)))
     if array.dtype != dtype:

@@ -19,6 +19,7 @@ from omlxd.cache.layouts import Held, Leaf, ModelLayout, State
 from omlxd.cache.pieces import Piece, completed, cut
 from omlxd.cache.store import BLOCK, CHECKPOINT, BlockStore, Name, StoredBlock, StoredCheckpoint
 from omlxd.cache.tree import Block, Checkpoint, PrefixTree, block_nbytes
+from omlxd.cache.tree_view import Node
 
 
 @dataclass(slots=True)
@@ -278,6 +279,27 @@ class Writer:
                     if (CHECKPOINT, spec.key) in names:
                         found.append(StoredCheckpoint(parent, spec, checkpoint.states))
         return found
+
+    def nodes(self, limit: int) -> list[Node]:
+        with self._tier.lock:
+            entries = sorted(self._tree.entries(), key=lambda entry: entry.last_use, reverse=True)
+            return [self._node(entry) for entry in entries[:limit]]
+
+    def _node(self, entry: Block | Checkpoint) -> Node:
+        block = entry if isinstance(entry, Block) else entry.block
+        parent, spec = self._parent_key(block), block.spec
+        if isinstance(entry, Checkpoint):
+            spec = first_tokens(parent, spec, entry.position)
+        return Node(
+            spec.key.hex(),
+            parent.hex(),
+            spec.start,
+            spec.tokens,
+            isinstance(entry, Checkpoint),
+            entry.nbytes,
+            entry.pins,
+            hot=True,
+        )
 
     def _pin(self, pinned: list[Block | Checkpoint], entries: Sequence[Block | Checkpoint]) -> None:
         for entry in entries:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from omlxd.daemon.events import EventHub
 from omlxd.daemon.logs import CONTENT
+from omlxd.daemon.sessions import Sessions
 from omlxd.engine.api import (
     Cancelled,
     EngineFailed,
@@ -29,7 +30,7 @@ from omlxd.engine.api import (
     Unsupported,
     Usage,
 )
-from omlxd.engine.job import check_supported, make_job
+from omlxd.engine.job import make_job
 from omlxd.engine.pool import Pool
 from omlxd.engine.slot import EngineHandle
 from omlxd.engine.stream import EventStream
@@ -44,8 +45,11 @@ content = logging.getLogger(CONTENT)
 class Generations:
     """All requests that have not ended."""
 
-    def __init__(self, pool: Pool, events: EventHub, *, longest_wait_s: float = LONGEST_WAIT_S) -> None:
+    def __init__(
+        self, pool: Pool, events: EventHub, sessions: Sessions, *, longest_wait_s: float = LONGEST_WAIT_S
+    ) -> None:
         self._pool = pool
+        self._sessions = sessions
         self._longest_wait_s = longest_wait_s
         self._events = events
         self._ids = itertools.count(1)
@@ -55,7 +59,7 @@ class Generations:
 
     def start(self, request: GenerateRequest) -> EventStream:
         """Starts a request; whatever it comes to arrives in the stream."""
-        live = _Live(f"g{next(self._ids)}", request, self._pool, self._longest_wait_s)
+        live = _Live(f"g{next(self._ids)}", request, self._pool, self._sessions, self._longest_wait_s)
         self.counts["started"] += 1
         if self._refuse:
             live.stream.deliver(ShuttingDown())
@@ -90,12 +94,15 @@ class Generations:
 class _Live:
     """One request's task."""
 
-    def __init__(self, id: str, request: GenerateRequest, pool: Pool, longest_wait_s: float) -> None:
+    def __init__(
+        self, id: str, request: GenerateRequest, pool: Pool, sessions: Sessions, longest_wait_s: float
+    ) -> None:
         self.id = id
         self._longest_wait_s = longest_wait_s
         self.stream = EventStream(self._cancel)
         self._request = request
         self._pool = pool
+        self._sessions = sessions
         self._arrived = time.monotonic()
         self._waits_for = "the model"
         self._engine: EngineHandle | None = None
@@ -152,7 +159,6 @@ class _Live:
     async def _generate(self) -> None:
         request = self._request
         content.info("%s asks %s: %s", self.id, request.model, request.prompt)
-        check_supported(request)
         self._report(Progress("queued"))
         async with (
             asyncio.timeout(self._longest_wait_s) as wait,
@@ -160,6 +166,8 @@ class _Live:
         ):
             if request.warm and engine.uncached is not None:
                 raise Unsupported("cache.warm", f"{engine.facts.name} keeps no prompts: {engine.uncached}")
+            if request.session is not None:
+                await self._sessions.use(engine, request.session)
             self._waits_for = "its tokens"
             prepared = await engine.prepare(request)
             boundaries = await engine.boundaries(prepared.prompt, prepared.token_ids)
@@ -168,6 +176,8 @@ class _Live:
             engine.submit(job, self.stream)
             self._engine = engine
             result = await self.stream.result()
+            if request.session is not None:
+                self._sessions.keep(engine, request.session, result)
             content.info("%s was answered: %s%s", self.id, result.reasoning or "", result.text)
 
     def _report(self, progress: Progress) -> None:

@@ -29,11 +29,14 @@ from omlxd.daemon.memory import Memory
 from omlxd.daemon.paths import Paths
 from omlxd.daemon.pulls import Pulls
 from omlxd.daemon.reload import LiveSettings
+from omlxd.daemon.sessions import SAMPLE_TOKENS, Sessions
 from omlxd.daemon.settings import ConfigError, Settings
 from omlxd.engine.api import (
     CacheExplanation,
     CacheLine,
+    CacheNode,
     CacheTier,
+    CacheVerified,
     DaemonInfo,
     DaemonMetrics,
     DaemonStatus,
@@ -47,9 +50,11 @@ from omlxd.engine.api import (
     ProgressSink,
     Prompt,
     Reloaded,
+    SessionEntry,
     ShuttingDown,
     StorageFailed,
     Subscription,
+    TokenPrompt,
     Topic,
     Unloaded,
 )
@@ -94,7 +99,8 @@ class Service:
         self._paths = paths
         self._live = live
         self._on_shutdown = on_shutdown
-        self._generations = Generations(pool, events)
+        self._sessions = Sessions(shelf.disk, pool)
+        self._generations = Generations(pool, events, self._sessions)
         self._pulls = Pulls(pull, Path(paths.models_dir))
         self._began = time.monotonic()
         self._closing = False
@@ -114,6 +120,7 @@ class Service:
             work.cancel()
         await asyncio.gather(self._pulls.close(), self._pool.close())
         await asyncio.to_thread(self._memory.close)
+        await self._sessions.close()
         await self._caches.close(min(FLUSH_S, self._live.started.daemon.grace_s))
 
     @property
@@ -241,6 +248,41 @@ class Service:
     async def clear_cache(self, model: str | None, tier: CacheTier) -> int:
         return await self._caches.clear(model, tier)
 
+    async def inspect_cache(self, model: str, limit: int, session: str | None) -> Sequence[CacheNode]:
+        return await self._with_engine(model, lambda engine: self._sessions.inspect(engine, limit, session))
+
+    async def verify_cache(self, model: str | None) -> CacheVerified:
+        found = await self._caches.verify(model)
+        return CacheVerified(found.checked, found.bad, found.repaired)
+
+    # -- sessions -----------------------------------------------------------------------------------------------------
+
+    async def save_session(
+        self, model: str, name: str, prompt: Prompt, *, replace: bool, progress: ProgressSink
+    ) -> SessionEntry:
+        self._sessions.check_name(name)
+        generation = self.generate(GenerateRequest(model=model, prompt=prompt, progress=True, warm=True))
+        tokens = await self._sessions.warmed(generation, progress)
+        return await self._with_engine(
+            model, lambda engine: self._sessions.save(engine, name, tokens, may_replace=replace)
+        )
+
+    async def list_sessions(self, model: str | None) -> Sequence[SessionEntry]:
+        return await self._sessions.list(model)
+
+    async def delete_session(self, model: str, name: str) -> SessionEntry:
+        return await self._sessions.delete(model, name)
+
+    async def export_session(self, model: str, name: str, path: str) -> SessionEntry:
+        return await self._with_engine(model, lambda engine: self._sessions.export(engine, name, path))
+
+    async def import_session(self, model: str, name: str, path: str) -> SessionEntry:
+        content = await self._sessions.read(name, path)
+        first = TokenPrompt(content.tokens[:SAMPLE_TOKENS])
+        generation = self.generate(GenerateRequest(model=model, prompt=first, warm=True, cache=True))
+        await self._sessions.warmed(generation, _quiet)
+        return await self._with_engine(model, lambda engine: self._sessions.take_in(engine, name, content))
+
     # -- small things -------------------------------------------------------------------------------------------------
 
     async def _with_engine(self, model: str, use: Callable[[EngineHandle], Awaitable[T]]) -> T:
@@ -337,6 +379,8 @@ def _disk(settings: Settings, paths: Paths) -> DiskOptions | None:
         memo=Path(paths.cache_place),
         max_bytes=ssd.max_bytes,
         min_free_bytes=ssd.min_free_bytes,
+        max_sessions=settings.sessions.max_count,
+        max_session_bytes=settings.sessions.max_bytes,
     )
 
 

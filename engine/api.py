@@ -430,6 +430,44 @@ class CacheExplanation:
     differs_at: Difference | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SessionEntry:
+    """A session: `tokens` up to its position, `bytes` on disk that it holds; times in Unix seconds."""
+
+    name: str
+    model: str
+    tokens: int
+    bytes: int
+    created_at: float
+    last_used: float
+
+
+@dataclass(frozen=True, slots=True)
+class CacheNode:
+    """One block or checkpoint of a prefix tree. `parent` is the key before it; `last_used` is known on disk only."""
+
+    key: str
+    parent: str
+    start: int
+    tokens: int
+    is_checkpoint: bool
+    hot: bool
+    ssd: bool
+    bytes: int
+    last_used: float | None
+    pins: int
+    text_preview: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheVerified:
+    """What checking every file on disk came to."""
+
+    checked: int
+    bad: int
+    repaired: int
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Protocols
 
@@ -531,6 +569,32 @@ class Backend(Protocol):
 
     async def clear_cache(self, model: str | None, tier: CacheTier) -> int:
         """Drops what is stored, for one model or for all; returns the bytes that came free."""
+        ...
+
+    async def inspect_cache(self, model: str, limit: int, session: str | None) -> Sequence[CacheNode]:
+        """At most `limit` nodes of the model's prefix tree, those used last first; of a session, what it holds."""
+        ...
+
+    async def verify_cache(self, model: str | None) -> CacheVerified: ...
+
+    async def save_session(
+        self, model: str, name: str, prompt: Prompt, *, replace: bool, progress: ProgressSink
+    ) -> SessionEntry:
+        """Raises SessionExists unless `replace`, Unsupported without a tier on disk, StorageFailed."""
+        ...
+
+    async def list_sessions(self, model: str | None) -> Sequence[SessionEntry]: ...
+
+    async def delete_session(self, model: str, name: str) -> SessionEntry:
+        """Raises SessionNotFound, as export does."""
+        ...
+
+    async def export_session(self, model: str, name: str, path: str) -> SessionEntry:
+        """Writes the session as a new file; its bytes are the file's."""
+        ...
+
+    async def import_session(self, model: str, name: str, path: str) -> SessionEntry:
+        """Raises SessionExists, Unsupported for a file that is not such a session of this model, StorageFailed."""
         ...
 
 
@@ -681,6 +745,28 @@ class StorageFailed(OmlxError):
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(f"{path}: {reason}", path=path, reason=reason)
+
+
+class SessionNotFound(OmlxError):
+    """The model has no session of that name."""
+
+    kind = "session_not_found"
+
+    def __init__(self, model: str, name: str) -> None:
+        super().__init__(
+            f"{model!r} has no session {name!r}; sessions.list says which there are, sessions.save makes one", name=name
+        )
+
+
+class SessionExists(OmlxError):
+    """The model has a session of that name already."""
+
+    kind = "session_exists"
+
+    def __init__(self, model: str, name: str) -> None:
+        super().__init__(
+            f"{model!r} has a session {name!r} already; save it with replace, or under another name", name=name
+        )
 
 
 class Cancelled(OmlxError):

@@ -25,6 +25,8 @@ class DiskOptions:
     memo: Path
     max_bytes: int
     min_free_bytes: int
+    max_sessions: int
+    max_session_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class DiskCache:
         """The store, opened at the first call; None if there is to be none."""
         if not self.is_enabled or self._options is None:
             return None
+        from omlxd.cache.sessions import Quota
         from omlxd.cache.ssd import SsdStore
 
         with self._lock:
@@ -63,6 +66,7 @@ class DiskCache:
                     memo=self._options.memo,
                     max_bytes=self._options.max_bytes,
                     min_free_bytes=self._options.min_free_bytes,
+                    quota=Quota(self._options.max_sessions, self._options.max_session_bytes),
                 )
             return self._store
 
@@ -81,6 +85,10 @@ class DiskCache:
     def failures_of(self, model: str) -> tuple[int, int]:
         """How many of a model's writes were dropped, and how many of its files were bad."""
         return (0, 0) if self._store is None else self._store.failures_of(model)
+
+    @property
+    def max_session_bytes(self) -> int:
+        return self._options.max_session_bytes if self._options is not None else 0
 
     def totals(self) -> Mapping[str, Totals]:
         """What is on disk, by the models' names."""

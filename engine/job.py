@@ -43,12 +43,6 @@ class Job:
     course: Course | None = None
 
 
-def check_supported(request: GenerateRequest) -> None:
-    """Raises Unsupported for what PROTOCOL.md has and this version does not do yet."""
-    if request.session is not None:
-        raise Unsupported("session", "this version of omlxd does not have it yet; leave it out")
-
-
 def make_job(
     request: GenerateRequest,
     prepared: Prepared,

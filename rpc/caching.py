@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from omlxd.engine.api import CacheLine, Cancelled, GenerateRequest, GenerationResult, Stopping
+from omlxd.engine.api import CacheLine, CacheVerified, Cancelled, GenerateRequest, GenerationResult, Stopping
 from omlxd.rpc import params as p
 from omlxd.rpc import wire
 from omlxd.rpc.calls import Call
 from omlxd.rpc.errors import ErrorBody, of_cancelled
 from omlxd.rpc.generation import run
 from omlxd.rpc.wire import Extras
+
+DEFAULT_NODES = 100
 
 
 async def stats(call: Call, params: p.CacheStatsParams) -> Sequence[CacheLine]:
@@ -20,6 +22,16 @@ async def stats(call: Call, params: p.CacheStatsParams) -> Sequence[CacheLine]:
 async def explain(call: Call, params: p.CachePromptParams) -> wire.Explained:
     prompt = params.as_prompt()
     return wire.explained(await call.wait_for(lambda: call.backend.explain_cache(params.model, prompt)))
+
+
+async def inspect(call: Call, params: p.CacheInspectParams) -> wire.Inspected:
+    limit = params.limit or DEFAULT_NODES
+    nodes = await call.wait_for(lambda: call.backend.inspect_cache(params.model, limit, params.session))
+    return wire.Inspected([wire.node(each) for each in nodes])
+
+
+async def verify(call: Call, params: p.SessionsParams) -> CacheVerified:
+    return await call.wait_for(lambda: call.backend.verify_cache(params.model))
 
 
 async def clear(call: Call, params: p.CacheClearParams) -> wire.Cleared:

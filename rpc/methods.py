@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from msgspec import Raw, Struct
 
-from omlxd.engine.api import CacheLine, DaemonInfo, InvalidParams, MemoryStatus, Reloaded
-from omlxd.rpc import caching, watching, wire
+from omlxd.engine.api import CacheLine, CacheVerified, DaemonInfo, InvalidParams, MemoryStatus, Reloaded, SessionEntry
+from omlxd.rpc import caching, sessions, watching, wire
 from omlxd.rpc import params as p
 from omlxd.rpc.calls import Call
 from omlxd.rpc.discover import Described, document
@@ -187,6 +187,13 @@ _TABLE: Final = (
     ),
     Method("cache.warm", "Computes and stores a prompt.", p.CacheWarmParams, wire.Warmed, caching.warm, True),
     Method("cache.clear", "Drops what is stored.", p.CacheClearParams, wire.Cleared, caching.clear, True),
+    Method("cache.inspect", "The prefix tree.", p.CacheInspectParams, wire.Inspected, caching.inspect, True),
+    Method("cache.verify", "Reads every file on disk.", p.SessionsParams, CacheVerified, caching.verify, True),
+    Method("sessions.save", "Names a stored prompt.", p.SessionSaveParams, wire.SessionSaved, sessions.save, True),
+    Method("sessions.list", "All sessions.", p.SessionsParams, list[SessionEntry], sessions.listed, True),
+    Method("sessions.delete", "Forgets a name.", p.SessionParams, SessionEntry, sessions.delete, True),
+    Method("sessions.export", "One file of it.", p.SessionFileParams, wire.SessionSaved, sessions.export, True),
+    Method("sessions.import", "One from a file.", p.SessionFileParams, wire.SessionSaved, sessions.import_, True),
     Method("events.subscribe", "Sends events from now on.", p.SubscribeParams, str, watching.subscribe),
     Method("detokenize", "Token ids to text.", p.DetokenizeParams, wire.Detokenized, _detokenize, takes_time=True),
 )

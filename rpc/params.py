@@ -207,6 +207,43 @@ class CacheWarmParams(Slow, kw_only=True):
         return _one_prompt(self.messages, self.prompt)
 
 
+class CacheInspectParams(Struct, forbid_unknown_fields=True, kw_only=True):
+    """`cache.inspect`; with `session`, only what it holds."""
+
+    model: Model
+    limit: Annotated[Annotated[int, Meta(ge=1, le=10_000)] | None, _takes("an integer from 1 to 10000")] = None
+    session: OptionalText = None
+
+
+class SessionsParams(Struct, forbid_unknown_fields=True):
+    """`cache.verify` and `sessions.list`; without `model`, of all."""
+
+    model: OptionalModel = None
+
+
+SessionName = Annotated[Text, _takes("a name of at most 128 characters, none of them / \\ or a control character")]
+
+
+class SessionSaveParams(CacheWarmParams, kw_only=True):
+    """`sessions.save`."""
+
+    name: SessionName
+    replace: Flag = None
+
+
+class SessionParams(Struct, forbid_unknown_fields=True, kw_only=True):
+    """`sessions.delete`."""
+
+    model: Model
+    name: SessionName
+
+
+class SessionFileParams(SessionParams, kw_only=True):
+    """`sessions.export` and `sessions.import`."""
+
+    path: Annotated[Text, _takes("an absolute path that ends in .safetensors")]
+
+
 def _one_prompt(messages: list[dict[str, Any]] | None, prompt: str | list[int] | None) -> Prompt:
     """Raises InvalidParams unless exactly one of the two is given."""
     if (messages is None) == (prompt is None):

@@ -13,6 +13,8 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from omlxd.engine.api import (
+    CacheNode,
+    SessionEntry,
     CacheExplanation,
     CacheReason,
     Channel,
@@ -193,6 +195,36 @@ class Warmed(Struct):
     cached_tokens: int
 
 
+class Node(Struct, kw_only=True):
+    """One node of `cache.inspect`."""
+
+    key: str
+    parent: str
+    start: int
+    tokens: int
+    checkpoint: bool
+    hot: bool
+    ssd: bool
+    bytes: int
+    last_used: float | None
+    pins: int
+    text_preview: str | UnsetType = UNSET
+
+
+class Inspected(Struct):
+    """`cache.inspect`."""
+
+    nodes: list[Node]
+
+
+class SessionSaved(Struct):
+    """`sessions.save`, `sessions.export` and `sessions.import`."""
+
+    name: str
+    tokens: int
+    bytes: int
+
+
 class Cleared(Struct):
     """`cache.clear`."""
 
@@ -233,6 +265,26 @@ def model_line(entry: ModelEntry) -> ModelLine:
 def unloaded_line(unloaded: Unloaded) -> UnloadedLine:
     line = msgspec.structs.asdict(model_line(unloaded.entry))
     return UnloadedLine(**line, freed_bytes=unloaded.freed_bytes)
+
+
+def node(each: CacheNode) -> Node:
+    return Node(
+        key=each.key,
+        parent=each.parent,
+        start=each.start,
+        tokens=each.tokens,
+        checkpoint=each.is_checkpoint,
+        hot=each.hot,
+        ssd=each.ssd,
+        bytes=each.bytes,
+        last_used=each.last_used,
+        pins=each.pins,
+        text_preview=UNSET if each.text_preview is None else each.text_preview,
+    )
+
+
+def session_saved(entry: SessionEntry) -> SessionSaved:
+    return SessionSaved(entry.name, entry.tokens, entry.bytes)
 
 
 def status(reading: DaemonStatus) -> Status:

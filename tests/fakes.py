@@ -22,7 +22,9 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from omlxd.engine.api import (
     CacheExplanation,
     CacheLine,
+    CacheNode,
     CacheTier,
+    CacheVerified,
     Cancelled,
     ChatPrompt,
     DaemonEvent,
@@ -51,6 +53,9 @@ from omlxd.engine.api import (
     ProgressSink,
     Prompt,
     Reloaded,
+    SessionEntry,
+    SessionExists,
+    SessionNotFound,
     TextPrompt,
     Timings,
     Topic,
@@ -229,6 +234,8 @@ class FakeBackend:
     shutdowns: list[float | None] = field(default_factory=list)
     subscriptions: list[FakeSubscription] = field(default_factory=list)
     clears: list[tuple[str | None, str]] = field(default_factory=list)
+    sessions: dict[str, SessionEntry] = field(default_factory=dict)
+    nodes: Sequence[CacheNode] = ()
     on_shutdown: Callable[[], None] | None = None
     memory: MemoryStatus = field(default_factory=lambda: memory_status(75 * 10**9, "balanced"))
 
@@ -350,6 +357,37 @@ class FakeBackend:
             return CacheExplanation(len(tokens), matched, "full")
         differs = Difference(matched, "hello world", bytes(tokens).decode())
         return CacheExplanation(len(tokens), matched, "differs", differs)
+
+    async def inspect_cache(self, model: str, limit: int, session: str | None) -> Sequence[CacheNode]:
+        self._known(model)
+        return self.nodes[:limit]
+
+    async def verify_cache(self, model: str | None) -> CacheVerified:
+        return CacheVerified(len(self.nodes), 0, 0)
+
+    async def save_session(
+        self, model: str, name: str, prompt: Prompt, *, replace: bool, progress: ProgressSink
+    ) -> SessionEntry:
+        if name in self.sessions and not replace:
+            raise SessionExists(model, name)
+        self.sessions[name] = SessionEntry(name, model, len(await self.tokenize(model, prompt)), 4096, 1.7e9, 1.7e9)
+        return self.sessions[name]
+
+    async def list_sessions(self, model: str | None) -> Sequence[SessionEntry]:
+        return [session for session in self.sessions.values() if model in (None, session.model)]
+
+    async def delete_session(self, model: str, name: str) -> SessionEntry:
+        if name not in self.sessions:
+            raise SessionNotFound(model, name)
+        return self.sessions.pop(name)
+
+    async def export_session(self, model: str, name: str, path: str) -> SessionEntry:
+        if name not in self.sessions:
+            raise SessionNotFound(model, name)
+        return self.sessions[name]
+
+    async def import_session(self, model: str, name: str, path: str) -> SessionEntry:
+        return await self.save_session(model, name, TextPrompt(path), replace=False, progress=lambda _: None)
 
     async def clear_cache(self, model: str | None, tier: CacheTier) -> int:
         if model is not None:

@@ -14,6 +14,7 @@ from omlxd.cache.hot import HotTier
 from omlxd.cache.keys import MediaSpan
 from omlxd.cache.layouts import Leaf, ModelLayout
 from omlxd.cache.prefix import PrefixCache
+from omlxd.cache.sessions import Quota
 from omlxd.cache.ssd import ModelStore, SsdStore, Unreadable
 from omlxd.cache.ssd_format import Model
 from tests.cache.running import BLOCK, PLENTY, model
@@ -29,6 +30,7 @@ def open_store(home: Path, *, max_bytes: int = PLENTY, min_free_bytes: int = 0, 
         memo=home / "cache.json",
         max_bytes=max_bytes,
         min_free_bytes=min_free_bytes,
+        quota=changes.pop("quota", Quota(1000, PLENTY)),
         disk=changes.pop("disk", Disk()),
         **changes,
     )
