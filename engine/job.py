@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from omlxd.engine.answer import PLAIN, Form
-from omlxd.engine.api import ContextTooLong, GenerateRequest, InvalidParams, Unsupported
+from omlxd.engine.api import ContextTooLong, GenerateRequest, InvalidParams
 from omlxd.engine.model import ModelFacts
 from omlxd.engine.sampling_settings import SamplingSettings, resolve
 

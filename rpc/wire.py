@@ -13,9 +13,8 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from omlxd.engine.api import (
-    CacheNode,
-    SessionEntry,
     CacheExplanation,
+    CacheNode,
     CacheReason,
     Channel,
     DaemonEvent,
@@ -33,6 +32,7 @@ from omlxd.engine.api import (
     Phase,
     Progress,
     RequestInfo,
+    SessionEntry,
     Timings,
     TokenLogprob,
     Topic,
