@@ -338,6 +338,7 @@ class SsdStore:
         """Has the writer take an entry out of the index, and its file, if there is one, out of the way."""
 
         def forget(volume: Volume) -> None:
+            self._writer.suspects.add(identity)
             entry = volume.index.find(identity.hex(), kind, key)
             path = self._place.file(identity.hex(), kind, key)
             if entry is not None:

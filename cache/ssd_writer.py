@@ -68,6 +68,8 @@ class Writer:
         self.condition = Condition()
         self.counts: Counter[str] = Counter()
         self.dropped: Counter[bytes] = Counter()  # by model
+        # Models that had a bad file: what is computed again of theirs takes the place of what the index says is there.
+        self.suspects: set[bytes] = set()
         self.sources: dict[bytes, tuple[Model, Source]] = {}
         self.swept = threading.Event()
         self._place = place
@@ -243,7 +245,8 @@ class Writer:
         kind, key = name_of(record)
         now = self._clock()
         there = volume.index.find(identity, kind, key)
-        if there is not None and there.gaps <= missing_rows(record):
+        is_good = model.identity not in self.suspects
+        if there is not None and is_good and there.gaps <= missing_rows(record):
             volume.index.use([key], now)
             return False
         try:
