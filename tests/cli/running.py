@@ -85,6 +85,21 @@ class Terminal:
             assert select.select([self._ours], [], [], 30)[0], f"{text!r} does not come; seen {self.seen!r}"
             self.seen += os.read(self._ours, 65536)
 
+    def interrupt_until(self, text: bytes) -> None:
+        """Presses Ctrl-C, again every second, until the output has `text` beyond what it has now.
+
+        Once is not enough for a fast typist: CPython's readline sees a signal while it waits for a key, and misses one
+        that comes while it still echoes the key before, until the next.
+        """
+        after = len(self.seen)
+        for _ in range(30):
+            self.type(b"\x03")
+            while select.select([self._ours], [], [], 1)[0]:
+                self.seen += os.read(self._ours, 65536)
+                if text in self.seen[after:]:
+                    return
+        raise AssertionError(f"{text!r} does not come; seen {self.seen!r}")
+
     def end(self) -> int:
         """Reads to the end and gives the exit code."""
         while select.select([self._ours], [], [], 30)[0]:

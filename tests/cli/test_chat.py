@@ -100,9 +100,7 @@ def test_ctrl_c_at_the_prompt_drops_the_line_and_not_the_session(home: Home, dae
     start = len(session.terminal.seen)
     session.terminal.type(b"half a line")
     session.terminal.wait_for(b"half a line", after=start)
-    start = len(session.terminal.seen)
-    session.terminal.type(b"\x03")
-    session.terminal.wait_for(b">>> ", after=start)
+    session.terminal.interrupt_until(b">>> ")
     session.say(b"whole")
     session.terminal.type(b"\x04")
     assert session.end() == 0
