@@ -1,4 +1,4 @@
-"""`omlxctl cache stats|explain|warm|clear`: what prompts are kept, why one is not, and keeping or dropping them.
+"""`omlxctl cache stats|inspect|explain|warm|verify|clear`: what prompts are kept, why one is not, keeping and dropping.
 
 Main thread only.
 """
@@ -9,6 +9,7 @@ import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 
+from omlxd.cli.cache_tree import inspect
 from omlxd.cli.context import Context
 from omlxd.cli.errors import DONE, UsageError
 from omlxd.cli.generation import checked, model_argument, read_stdin
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
     Action = Callable[[Context, argparse.Namespace], None]
 
-_WORDS = {"stats": (0, 1), "explain": (1, 2), "warm": (1, 2), "clear": (0, 1)}  # how few, how many
+# how few, how many
+_WORDS = {"stats": (0, 1), "inspect": (1, 1), "explain": (1, 2), "warm": (1, 2), "verify": (0, 1), "clear": (0, 1)}
 _WORDS_HELP = "the model; for explain and warm then the prompt, - (the default) from standard input"
 _REASONS = {
     "full": "all of it is stored, but for the token that is computed in any case",
@@ -35,27 +37,44 @@ _REASONS = {
 }
 
 
+def add_prompt_flags(parser: Parser) -> None:
+    parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
+    parser.add_argument("--text", action="store_true", help="the prompt as `complete` sends it, without a template")
+    parser.add_argument("--messages", action="store_true", help="the prompt is a JSON array of messages")
+
+
 class Cache:
     """The prefix cache: a prompt that was computed once is not computed again."""
 
     def arguments(self, parser: Parser) -> None:
-        parser.usage = "omlxctl cache stats [MODEL] | explain|warm MODEL [PROMPT|-] | clear [MODEL] [options]"
+        parser.usage = (
+            "omlxctl cache stats|verify|clear [MODEL] | inspect MODEL | explain|warm MODEL [PROMPT|-] [options]"
+        )
         parser.add_argument(
             "action",
             choices=list(_WORDS),
-            help="show what the caches did and hold, why a prompt would hit or miss, compute and keep one, drop them",
+            help="show what the caches did and hold, the tree of what is stored, why a prompt would hit or miss;"
+            " compute and keep one; read every file on disk; drop what is stored",
         )
         parser.add_argument("words", nargs="*", metavar="MODEL PROMPT", help=_WORDS_HELP)
-        parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
-        parser.add_argument("--text", action="store_true", help="the prompt as `complete` sends it, without a template")
-        parser.add_argument("--messages", action="store_true", help="the prompt is a JSON array of messages")
+        add_prompt_flags(parser)
+        parser.add_argument("--limit", type=int, metavar="N", help="how many nodes inspect shows (default: 100)")
+        parser.add_argument("--session", metavar="NAME", help="inspect shows what this session holds")
         parser.add_argument("--tier", choices=["all", "hot", "ssd"], help="what clear drops (default: all)")
 
     def run(self, context: Context, given: argparse.Namespace) -> int:
         few, many = _WORDS[given.action]
         if not few <= len(given.words) <= many:
-            raise UsageError(f"cache {given.action} takes {few} or {many} words, not {len(given.words)}")
-        actions: dict[str, Action] = {"stats": _stats, "explain": _explain, "warm": _warm, "clear": _clear}
+            wanted = str(few) if few == many else f"{few} or {many}"
+            raise UsageError(f"cache {given.action} takes {wanted} words, not {len(given.words)}")
+        actions: dict[str, Action] = {
+            "stats": _stats,
+            "inspect": inspect,
+            "explain": _explain,
+            "warm": _warm,
+            "verify": _verify,
+            "clear": _clear,
+        }
         actions[given.action](context, given)
         return DONE
 
@@ -67,7 +86,7 @@ def _stats(context: Context, given: argparse.Namespace) -> None:
     if console.json:
         console.document(lines)
     elif lines:
-        head = ["MODEL", "HITS", "MISSES", "REUSED", "COMPUTED", "BLOCKS", "CHECKPOINTS", "HOT", "SSD", "EVICTED"]
+        head = ["MODEL", "HITS", "MISSES", "REUSED", "COMPUTED", "HOT/SSD", "CHECKPOINTS", "HOT", "SSD", "EVICTED"]
         console.line(table(head, [_row(line) for line in lines]))
     else:
         console.note("no model has a cache yet; the first request to one makes it")
@@ -82,7 +101,7 @@ def _row(line: Mapping[str, Any]) -> Sequence[str]:
         str(line["misses"]),
         f"{reused}{share}",
         str(computed),
-        str(line["blocks"]["hot"]),
+        f"{line['blocks']['hot']}/{line['blocks']['ssd']}",
         str(line["checkpoints"]),
         size(line["bytes"]["hot"]),
         size(line["bytes"]["ssd"]),
@@ -91,7 +110,7 @@ def _row(line: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _explain(context: Context, given: argparse.Namespace) -> None:
-    params = {**_model(given), **_prompt(given)}
+    params = {**_model(given), **prompt_params(given, given.words[1] if len(given.words) > 1 else "-")}
     with context.connect_to_work() as client:
         found = perform(client, "cache.explain", params, context.console, with_progress=False)
     console = context.console
@@ -116,13 +135,22 @@ def _quoted(text: str) -> str:
 
 
 def _warm(context: Context, given: argparse.Namespace) -> None:
-    params = {**_model(given), **_prompt(given)}
+    params = {**_model(given), **prompt_params(given, given.words[1] if len(given.words) > 1 else "-")}
     with context.connect_to_work() as client:
         usage = perform(client, "cache.warm", params, context.console)
     if context.console.json:
         context.console.document(usage)
     else:
         context.console.line(f"{usage['prompt_tokens']} tokens are warm, {usage['cached_tokens']} of them were before")
+
+
+def _verify(context: Context, given: argparse.Namespace) -> None:
+    with context.connect() as client:
+        found = perform(client, "cache.verify", _model(given), context.console, with_progress=False)
+    if context.console.json:
+        context.console.document(found)
+    else:
+        context.console.line(f"{found['checked']} files read, {found['bad']} bad, {found['repaired']} repairs")
 
 
 def _clear(context: Context, given: argparse.Namespace) -> None:
@@ -139,11 +167,10 @@ def _model(given: argparse.Namespace) -> dict[str, Any]:
     return {"model": model_argument(checked(given.words[0], "MODEL"))} if given.words else {}
 
 
-def _prompt(given: argparse.Namespace) -> dict[str, Any]:
-    """The prompt as `run` would send it, or as the flags say."""
+def prompt_params(given: argparse.Namespace, word: str) -> dict[str, Any]:
+    """The prompt, `word` or standard input for "-", as `run` would send it, or as the flags say."""
     if given.text and (given.messages or given.system is not None):
         raise UsageError("--text is a prompt without messages; leave --messages and --system out")
-    word = given.words[1] if len(given.words) > 1 else "-"
     text = read_stdin("the prompt") if word == "-" else checked(word, "PROMPT")
     if given.text:
         return {"prompt": text}

@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "unload": ("catalog", "Unload", "take a model out of memory"),
     "tokenize": ("tokens", "Tokenize", "print the token ids of a text"),
     "cache": ("cache", "Cache", "what is kept of prompts, why one is not, keeping and dropping them"),
+    "session": ("session", "Session", "names for conversations whose state is kept"),
     "ping": ("basic", "Ping", "ask whether a daemon answers"),
     "socket": ("basic", "Socket", "print the path of the daemon's socket"),
     "stdio": ("stdio", "Stdio", "connect standard input and output with the daemon's socket"),

@@ -1,10 +1,11 @@
 """`omlxctl cache`: what it sends, and what people and programs get to see of the answer."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from omlxd.engine.api import ChatPrompt, TextPrompt
+from omlxd.engine.api import CacheNode, ChatPrompt, TextPrompt
 from tests.cli.running import Home
 from tests.cli.serving import Daemon
 from tests.fakes import entry
@@ -13,9 +14,9 @@ from tests.fakes import entry
 def test_stats_are_a_table_for_people_and_the_daemons_own_words_for_programs(home: Home, daemon: Daemon) -> None:
     daemon.backend.models["a-longer-name"] = entry("a-longer-name")
     assert home.run("cache", "stats").text.splitlines() == [
-        "MODEL          HITS  MISSES  REUSED       COMPUTED  BLOCKS  CHECKPOINTS  HOT    SSD  EVICTED",
-        "tiny           3     1       6000 (75 %)  2000      24      2            98 MB  0 B  5",
-        "a-longer-name  3     1       6000 (75 %)  2000      24      2            98 MB  0 B  5",
+        "MODEL          HITS  MISSES  REUSED       COMPUTED  HOT/SSD  CHECKPOINTS  HOT    SSD  EVICTED",
+        "tiny           3     1       6000 (75 %)  2000      24/0     2            98 MB  0 B  5",
+        "a-longer-name  3     1       6000 (75 %)  2000      24/0     2            98 MB  0 B  5",
     ]
     [line] = home.run("cache", "stats", "tiny", "--json").document
     assert (line["model"], line["bytes"]) == ("tiny", {"hot": 98_000_000, "ssd": 0})
@@ -96,3 +97,32 @@ def test_looking_at_the_cache_starts_no_daemon(home: Home) -> None:
 def test_the_metrics_can_be_had_as_text(home: Home, daemon: Daemon) -> None:
     outcome = home.run("rpc", "daemon.metrics", '{"format": "prometheus"}', "--json")
     assert outcome.document.startswith("# TYPE omlxd_uptime_seconds gauge\n")
+
+
+def node(key: str, parent: str, start: int, tokens: int, **changes: object) -> CacheNode:
+    plain = CacheNode(key, parent, start, tokens, False, True, True, 9000, None, 0, "be kind")
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def test_inspect_draws_who_shares_what(home: Home, daemon: Daemon) -> None:
+    daemon.backend.nodes = [
+        node("a", "root", 0, 256),
+        node("b", "a", 256, 256, hot=False, pins=1),
+        node("c", "b", 512, 10),
+        node("d", "b", 512, 256, ssd=False),
+        node("e", "d", 768, 3, is_checkpoint=True),
+    ]
+    assert home.run("cache", "inspect", "tiny").text.splitlines() == [
+        '0-256  hot+ssd  9 kB  "be kind"',
+        '256-512  ssd  9 kB  held 1x  "be kind"',
+        '├─ 512-522  hot+ssd  9 kB  "be kind"',
+        '└─ 512-768  hot  9 kB  "be kind"',
+        "   checkpoint at 771  hot+ssd  9 kB",
+    ]
+    [only] = home.run("cache", "inspect", "tiny", "--limit", "1", "--json").document["nodes"]
+    assert (only["key"], only["tokens"], only["checkpoint"]) == ("a", 256, False)
+
+
+def test_verify_says_what_it_read(home: Home, daemon: Daemon) -> None:
+    assert home.run("cache", "verify").text == "0 files read, 0 bad, 0 repairs\n"
+    assert home.run("cache", "verify", "--json").document == {"checked": 0, "bad": 0, "repaired": 0}
