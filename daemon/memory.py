@@ -68,7 +68,7 @@ class Memory:
         self._thread = EnforcerThread(self._poll)
         guard.helped_by(
             Helpers(
-                shrink_cache=tier.shrink,
+                shrink_cache=self._relief.shrink_cache,
                 unload_idle=self._relief.unload_idle_soon,
                 stir=self._thread.wake,
                 freed=self._enforcer.expect,

@@ -101,6 +101,11 @@ class PoolRelief:
 
     # -- the guard ----------------------------------------------------------------------------------------------------
 
+    def shrink_cache(self, nbytes: int) -> None:
+        """From any thread, at once: stored prefixes, and where they are not enough what the heap keeps for nobody."""
+        if self._tier.shrink(nbytes) < nbytes:
+            self._allocator().return_pool()
+
     def unload_idle_soon(self) -> None:
         """From any thread, at once."""
         self._loop.call_soon_threadsafe(self._pool.unload_idle)

@@ -6,10 +6,16 @@ reading. The counters and `return_pool` may be used on any thread.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from typing import Protocol
 
 _MOST_POOL_BYTES = 2 * 2**30
 _POOL_PERCENT = 5  # of the memory limit
+
+
+_M_MMAP_THRESHOLD = -3  # of <malloc.h>
+_MAPPED_BYTES = 2**20
 
 
 class Allocator(Protocol):
@@ -59,6 +65,7 @@ class MlxAllocator:
         import mlx.core as mx
 
         self._mx = mx
+        self._heap = Heap()
         wanted = min(_MOST_POOL_BYTES, limit_bytes * _POOL_PERCENT // 100)
         before = mx.set_cache_limit(wanted)
         if before < wanted:
@@ -75,8 +82,39 @@ class MlxAllocator:
     def return_pool(self) -> int:
         before = self.pool_bytes()
         self._mx.clear_cache()
+        self._heap.trim()
         return max(0, before - self.pool_bytes())
 
     def working_set(self) -> int | None:
         size = self._mx.device_info().get("max_recommended_working_set_size")
         return int(size) if size is not None else None
+
+
+class Heap:
+    """The C library's heap, where MLX's CPU arrays live on Linux; nothing elsewhere.
+
+    By itself glibc keeps more and more of what is freed: the size from which on it maps memory on its own, and so
+    returns it at once, rises with every large array that goes.
+    """
+
+    def __init__(self) -> None:
+        self._libc = _glibc()
+        if self._libc is not None:
+            self._libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+
+    def trim(self) -> None:
+        """Returns what is free in it to the system."""
+        if self._libc is not None:
+            self._libc.malloc_trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None)
+    try:
+        libc.mallopt.argtypes = [ctypes.c_int, ctypes.c_int]
+        libc.malloc_trim.argtypes = [ctypes.c_size_t]
+    except AttributeError:
+        return None  # another C library
+    return libc

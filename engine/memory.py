@@ -8,7 +8,7 @@ yet it waits for, as long as there is something to wait for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -36,6 +36,7 @@ class _Held:
 
     reservation: Reservation
     tokens: int
+    joined: bool = False  # its caches are in the batch
 
 
 @dataclass(slots=True)
@@ -67,12 +68,13 @@ class WorkMemory:
     def refusal(self, request: Request) -> MemoryExceeded | None:
         """Why a request could never run, whatever else is given up for it; None if it could."""
         tokens = self._most_tokens(request)
-        needed = self._kv.bytes(tokens) + self._turns.bytes(MIN_TURN_TOKENS, tokens)
+        alone = self._padding_of([_Held(self._padding, tokens)])
+        needed = self._kv.bytes(tokens) + alone + self._turns.bytes(MIN_TURN_TOKENS, tokens)
         refused = self._guard.refusal("the request", needed, advice="", staying=[self._name])
         if refused is None:
             return None
         room = self._guard.most(staying=[self._name])
-        fits = self._kv.most_tokens(max(0, room - self._turns.bytes(MIN_TURN_TOKENS, tokens)))
+        fits = tokens * room // needed  # near enough: nearly all of it is caches
         advice = (
             f"it has {len(request.job.prompt)} tokens and asks for {request.job.max_tokens}, about {fits} fit in all: "
             "shorten it, lower max_tokens, unpin other models or raise memory.limit_bytes"
@@ -177,17 +179,33 @@ class WorkMemory:
         """Of all requests' caches."""
         return self._padding.nbytes + sum(held.reservation.nbytes for held in self._held.values())
 
+    def joined(self, request: Request) -> None:
+        """The request's own caches have been copied into the batch and are gone."""
+        held = self._held.get(request.id)
+        if held is not None:
+            held.joined = True
+            self._pad()
+
     def _more_padding(self, tokens: int) -> int:
-        return max(0, self._padding_of([*self._lengths(), tokens]) - self._padding.nbytes)
+        asked = [*self._held.values(), _Held(self._padding, tokens)]
+        return max(0, self._padding_of(asked) - self._padding.nbytes)
 
     def _pad(self) -> None:
-        self._padding.resize(self._padding_of(self._lengths()))
+        self._padding.resize(self._padding_of(self._held.values()))
 
-    def _padding_of(self, lengths: Sequence[int]) -> int:
-        return self._kv.padding(lengths) if self._merges_rows else 0
+    def _padding_of(self, held: Collection[_Held]) -> int:
+        """What a batch takes beside its rows' own bytes.
 
-    def _lengths(self) -> list[int]:
-        return [held.tokens for held in self._held.values()]
+        Rows are as long as the longest; one that joins stands there twice until it is copied; and a batch that rows
+        join or leave is copied, a layer at a time.
+        """
+        lengths = [each.tokens for each in held]
+        if not self._merges_rows or not lengths:
+            return 0
+        joining = max((self._kv.bytes(each.tokens) for each in held if not each.joined), default=0)
+        padding = self._kv.padding(lengths)
+        batch = padding + sum(self._kv.bytes(length) for length in lengths)
+        return padding + joining + 2 * batch // max(1, len(self._kv.leaves))
 
     # -- turns --------------------------------------------------------------------------------------------------------
 

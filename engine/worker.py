@@ -345,6 +345,7 @@ class Worker:
             self._prefixes.joined(request)
             self._report(request, len(request.job.prompt))
             self._forget_prompt(request)
+            self._memory.joined(request)
             request.enter(State.DECODE)
             self._rows[request.id] = request
 

@@ -1,0 +1,124 @@
+"""A real daemon whose memory is short: floods end or are refused, nothing hangs, and everything comes back."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from omlxd.rpc.client import Call, RpcError
+from tests.e2e.heavy import KV_BYTES_PER_TOKEN, anonymous_bytes, sampling, write_heavy
+from tests.e2e.living import Daemon, daemon_in_new_home, until
+from tests.models import write
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="samples Linux's own readings")
+
+MB = 2**20
+MARGIN = 64 * MB  # what Python, its threads and malloc may keep beyond what is accounted for
+PROMPT = "once upon a time " * 30  # 510 tokens, 32 MB of cache
+HOLDERS_OF_WORK = ("kv", "padding", "chunk", "load")
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with daemon_in_new_home() as living:
+        write_heavy(living.models / "heavy")
+        write("llama", living.models / "a", seed=1, eos=[])
+        write("llama", living.models / "b", seed=2, eos=[])
+        write("llama", living.models / "c", seed=3, eos=[])
+        living.start(OMLXD_CACHE__SSD__ENABLED="false")
+        yield living
+
+
+def end_of(call: Call) -> str:
+    try:
+        call.result(timeout_s=100)
+    except RpcError as error:
+        return str(error.data["kind"])
+    return "answered"
+
+
+def held(daemon: Daemon, *kinds: str) -> int:
+    return sum(e["bytes"] for e in daemon.call("memory.status")["entries"] if not kinds or e["kind"] in kinds)
+
+
+def leave(daemon: Daemon, nbytes: int) -> int:
+    """Sets the limit so that `nbytes` are left to work beside the process and its models; returns the limit."""
+    daemon.call("models.load", model="heavy")
+    taken = held(daemon, "process", "weights")
+    limit = (taken + nbytes) * 100 // 90
+    daemon.call("memory.set", limit_bytes=limit)
+    return limit
+
+
+def ask(**changes: Any) -> dict[str, Any]:
+    return {"model": "heavy", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **changes}
+
+
+def test_a_flood_of_long_prompts_ends_under_the_limit_and_leaves_nothing(daemon: Daemon) -> None:
+    limit = leave(daemon, 180 * MB)
+    assert daemon.process is not None
+    with daemon.client() as client, sampling(daemon.process.pid) as seen:
+        calls = [client.start("generate.complete", ask(prompt=f"{n} {PROMPT}")) for n in range(14)]
+        ends = Counter(end_of(call) for call in calls)
+    assert ends == {"answered": 14}
+    assert seen.most <= limit + MARGIN, f"{seen.most / MB:.0f} MB of {limit / MB:.0f}"
+    until(lambda: daemon.live() == 0, within_s=10)
+    assert held(daemon, *HOLDERS_OF_WORK) == 0
+
+
+def test_what_could_never_fit_is_refused_before_it_runs(daemon: Daemon) -> None:
+    leave(daemon, 60 * MB)
+    with pytest.raises(RpcError) as caught:
+        daemon.call("generate.complete", **ask(prompt=PROMPT * 3))
+    data = caught.value.data
+    assert (caught.value.code, data["kind"], data["binding"]) == (-32012, "memory_exceeded", "static")
+    assert data["needed_bytes"] > 3 * 510 * KV_BYTES_PER_TOKEN > data["limit_bytes"]
+    assert "max_tokens" in data["advice"]
+    assert daemon.call("daemon.metrics")["models"]["heavy"]["counters"]["prefill_tokens"] == 0
+    assert daemon.call("generate.complete", **ask(prompt="short"))["usage"]["completion_tokens"] == 8
+
+
+def test_a_quiet_systems_books_agree_with_its_footprint(daemon: Daemon) -> None:
+    for model in ("heavy", "a", "b", "heavy"):
+        daemon.call("generate.complete", **ask(model=model, prompt="hello " * 40))
+    status = daemon.call("memory.status")
+    assert abs(status["difference_bytes"]) <= 256 * MB
+    assert {entry["kind"] for entry in status["entries"]} >= {"process", "weights", "hot"}
+
+
+def test_ten_rounds_of_loading_three_models_leave_the_memory_where_it_was(daemon: Daemon) -> None:
+    assert daemon.process is not None
+
+    def one_round() -> int:
+        for model in ("a", "heavy", "b"):
+            daemon.call("generate.complete", **ask(model=model, prompt="hello"))
+        for model in ("a", "heavy", "b"):
+            daemon.call("models.unload", model=model)
+        daemon.call("cache.clear")
+        assert held(daemon) == held(daemon, "process")
+        return anonymous_bytes(daemon.process.pid)  # type: ignore[union-attr]
+
+    first = [one_round() for _ in range(3)][-1]
+    last = [one_round() for _ in range(10)][-1]
+    assert last - first <= 16 * MB
+
+
+def test_a_limit_below_the_use_starts_the_ladder_and_a_higher_one_ends_it(daemon: Daemon) -> None:
+    daemon.call("generate.complete", **ask())
+    daemon.call("generate.complete", **ask(model="a", prompt="hello"))
+    with daemon.client() as client:
+        events = client.start("events.subscribe", {"topics": ["memory"]})
+        events.result(timeout_s=10)
+        low = daemon.call("memory.set", limit_bytes=held(daemon, "process"))
+        assert low["level"] == "HARD"
+        until(lambda: held(daemon) == held(daemon, "process"), within_s=30)
+    done = [action["what"] for action in daemon.call("memory.status")["actions"]]
+    assert any("stored prefixes" in what for what in done)
+    assert any("the idle model heavy is unloaded" in what for what in done)
+    daemon.call("memory.set", tier="balanced")
+    until(lambda: daemon.call("memory.status")["level"] == "OK", within_s=10)
+    assert daemon.call("generate.complete", **ask(prompt="again"))["usage"]["completion_tokens"] == 8
