@@ -28,7 +28,7 @@ from omlxd.engine.limits import MemoryLimits, MemoryPolicy
 from omlxd.engine.pool import Pool
 
 HOT_PERCENT = 10  # of the memory limit, for stored prefixes
-LEAST_LIMIT_BYTES = 64_000_000
+LEAST_LIMIT_BYTES = 64 * 2**20  # as of the setting
 
 
 class Memory:
