@@ -12,6 +12,7 @@ from omlxd.cache.prefix import CacheStats
 from omlxd.daemon.caches import Caches, explain
 from omlxd.daemon.events import EventHub
 from omlxd.engine.api import CacheExplanation, CacheLine, Difference, ModelNotFound, PerTier, TextPrompt, TokenPrompt
+from omlxd.engine.disk_cache import DiskCache
 from tests.engine.running import Running, cached, engine, job, loaded
 from tests.engine.test_pool import FakeBackend, pool, use
 
@@ -39,6 +40,7 @@ class Shelf:
 
     def __init__(self) -> None:
         self.cleared: list[str | None] = []
+        self.disk = DiskCache(None)  # no tier on disk
 
     def tier_stats(self) -> TierStats:
         return TierStats(
@@ -133,6 +135,7 @@ def test_the_summary_adds_up_all_models() -> None:
         "evictions": 3,
         "prompt_tokens": 0,
         "cached_tokens": 0,
+        "ssd": {"state": "off", "degraded": False, "reason": None, "queued_bytes": 0, "counts": {}},
     }
 
 

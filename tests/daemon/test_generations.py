@@ -9,8 +9,11 @@ import pytest
 
 from omlxd.daemon.events import EventHub
 from omlxd.daemon.generations import Generations
+from omlxd.daemon.sessions import Sessions
 from omlxd.engine.api import GenerateRequest, GenerationResult, Json, Prompt, QueueFull, TextPrompt, Unsupported, Usage
+from omlxd.engine.disk_cache import DiskCache
 from omlxd.engine.job import Job
+from omlxd.engine.pool import Pool
 from omlxd.engine.preparing import Prepared
 from omlxd.engine.stream import EventStream
 from tests.engine.test_pool import FakeBackend, FakeEngine, pool
@@ -40,12 +43,16 @@ class Backend(FakeBackend):
         return self.engines[-1]
 
 
+def no_sessions(models: Pool) -> Sessions:
+    return Sessions(DiskCache(None), models)
+
+
 def test_a_requests_beginning_and_end_are_events_without_its_text() -> None:
     async def main() -> list[Mapping[str, Json]]:
         async with pool(Backend()) as models:
             events = EventHub()
             told = aiter(events.subscribe(["requests"]))
-            generations = Generations(models, events)
+            generations = Generations(models, events, no_sessions(models))
             for model in ("a", "missing"):
                 await generations.start(GenerateRequest(model, TextPrompt("my secret"))).wait_ended()
                 while generations.infos():
@@ -66,7 +73,7 @@ def test_warming_is_a_job_and_needs_a_cache() -> None:
     async def main() -> list[bool]:
         backend = Backend()
         async with pool(backend) as models:
-            generations = Generations(models, EventHub())
+            generations = Generations(models, EventHub(), no_sessions(models))
             assert (await generations.start(request).result()).usage.prompt_tokens == 3
             backend.engines[0].uncached = "no layout for FooCache"
             with pytest.raises(Unsupported, match="FooCache"):
@@ -83,7 +90,7 @@ def test_nobody_waits_for_a_model_for_ever() -> None:
         backend = Backend()
         backend.gate.clear()  # the load does not end
         async with pool(backend) as models:
-            generations = Generations(models, EventHub(), longest_wait_s=0.01)
+            generations = Generations(models, EventHub(), no_sessions(models), longest_wait_s=0.01)
             with pytest.raises(QueueFull) as caught:
                 await generations.start(GenerateRequest("a", TextPrompt("x"))).result()
             return caught.value
