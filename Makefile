@@ -24,8 +24,9 @@ help:
 run: $(VENV)/.run
 	@OMLXD_HOME="$(CURDIR)/.omlxd" $(VENV)/bin/python -m omlxd.cli.demo "$$DEMO_PROMPT"
 
+# Two at a time: many tests wait for processes they have started. By file, so that what a file shares is made once.
 test: lint
-	$(VENV)/bin/pytest
+	$(VENV)/bin/pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
