@@ -118,6 +118,11 @@ class WriteQueue:
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._errands, timeout_s)
 
+    def breathe(self, timeout_s: float) -> None:
+        """Sleeps for so long, unless an errand comes."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._errands, timeout_s)
+
     def next_job(self) -> Job | None:
         """The oldest record. It can still be found until `done`."""
         with self._changed:

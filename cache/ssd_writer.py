@@ -29,6 +29,9 @@ from omlxd.cache.store import BLOCK, CHECKPOINT, Name, StoredCheckpoint
 log = logging.getLogger(__name__)
 
 RETRY_S = (2.0, 5.0, 15.0, 60.0)  # after a failure; the last one for good
+# Between two writes it rests so many times as long as the last one took: digesting and writing take a processor and
+# memory's bandwidth from those who decode. What the queue then has no room for is asked for again later.
+REST = 3.0
 SETTLE_S = 0.5  # how long uses gather before they are written down
 
 Source = Callable[[Collection[Name]], Sequence[Record]]
@@ -221,8 +224,11 @@ class Writer:
         job = self._queue.next_job()
         if job is None:
             return False
+        began = self._clock()
         self._write_one(job)
         self._queue.done()  # and not before: until it is in the index, only the queue can say where it is
+        if self._stop_at is None and not self._told_when_idle:
+            self._queue.breathe(REST * max(0.0, self._clock() - began))
         return True
 
     def _write_one(self, job: Job) -> None:
