@@ -19,12 +19,24 @@ WIDE = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads":
 KV_BYTES_PER_TOKEN = 4 * 2 * 8 * 256 * 4  # layers, K and V, heads, width, fp32: 64 KiB
 
 
+FAT = {"intermediate_size": 32_768}  # two layers of three matrices of 64 x 32768: 50 MB
+
+
 def write_heavy(directory: Path, *, seed: int = 0) -> Path:
     """A llama whose every token takes KV_BYTES_PER_TOKEN of cache."""
+    return _write(directory, WIDE, seed)
+
+
+def write_fat(directory: Path, *, seed: int = 0) -> Path:
+    """A llama of 50 MB with a light cache."""
+    return _write(directory, FAT, seed)
+
+
+def _write(directory: Path, changes: dict[str, int], seed: int) -> Path:
     folder = write("llama", directory, seed=seed, context=CONTEXT, eos=[])
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **WIDE}))
-    model = build("llama", seed, context=CONTEXT, **WIDE)
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    model = build("llama", seed, context=CONTEXT, **changes)
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
     return folder
 

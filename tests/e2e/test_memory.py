@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from omlxd.rpc.client import Call, RpcError
-from tests.e2e.heavy import KV_BYTES_PER_TOKEN, anonymous_bytes, sampling, write_heavy
+from tests.e2e.heavy import KV_BYTES_PER_TOKEN, anonymous_bytes, sampling, write_fat, write_heavy
 from tests.e2e.living import Daemon, daemon_in_new_home, until
 from tests.models import write
 
@@ -122,3 +125,58 @@ def test_a_limit_below_the_use_starts_the_ladder_and_a_higher_one_ends_it(daemon
     daemon.call("memory.set", tier="balanced")
     until(lambda: daemon.call("memory.status")["level"] == "OK", within_s=10)
     assert daemon.call("generate.complete", **ask(prompt="again"))["usage"]["completion_tokens"] == 8
+
+
+# -- storms -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def three() -> Iterator[Daemon]:
+    """Three models of 50 MB; there is room for two."""
+    with daemon_in_new_home() as living:
+        for seed, name in enumerate("abc"):
+            write_fat(living.models / name, seed=seed)
+        living.start(OMLXD_CACHE__SSD__ENABLED="false")
+        living.call("models.load", model="a")
+        taken = held(living, "process")
+        living.call("memory.set", limit_bytes=(taken + 190 * MB) * 100 // 90)
+        yield living
+
+
+def short(model: str, tokens: int) -> dict[str, Any]:
+    return {"model": model, "prompt": "hello", "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+
+
+def test_a_storm_of_loads_evictions_answers_and_cancels_keeps_the_books(three: Daemon) -> None:
+    """Five clients, each with its own luck; no answer is lost and none fails for want of memory."""
+    alone = {model: three.call("generate.complete", **short(model, 24))["text"] for model in "abc"}
+    ends: Counter[str] = Counter()
+
+    def client(seed: int) -> None:
+        chance = random.Random(seed)
+        with three.client() as connection:
+            for _ in range(6):
+                model = chance.choice("abc")
+                call = connection.start("generate.complete", short(model, 24))
+                if chance.random() < 0.3:
+                    time.sleep(chance.random() * 0.3)  # the luck of this client, nothing is waited for
+                    call.cancel()
+                elif chance.random() < 0.2:
+                    connection.call("models.unload", {"model": chance.choice("abc")}, timeout_s=60)
+                try:
+                    assert call.result(timeout_s=100)["text"] == alone[model]
+                    ends["answered"] += 1
+                except RpcError as error:
+                    ends[str(error.data["kind"])] += 1
+
+    with ThreadPoolExecutor(5) as clients:
+        list(clients.map(client, range(5)))
+    assert set(ends) <= {"answered", "cancelled"}, ends
+    assert ends.total() == 30
+    until(lambda: three.live() == 0, within_s=10)
+    status = three.call("memory.status")
+    loaded = [model for model in three.call("models.list") if model["state"] == "READY"]
+    weights = {entry["owner"]: entry["bytes"] for entry in status["entries"] if entry["kind"] == "weights"}
+    assert set(weights) == {model["name"] for model in loaded}
+    assert held(three, *HOLDERS_OF_WORK) == 0
+    assert held(three) == status["ledger_bytes"]
