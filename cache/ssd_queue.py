@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from omlxd.cache.keys import common_run
 from omlxd.cache.ssd_format import Model, Record
@@ -164,10 +165,10 @@ class WriteQueue:
             used, self._used = list(self._used), {}
             return used
 
-    def take_missed(self, identity: bytes) -> set[Name]:
-        """What was refused of one model; it is not noted any longer."""
+    def take_missed(self, identity: bytes, most: int) -> set[Name]:
+        """What was refused of one model first; it is not noted any longer."""
         with self._changed:
-            mine = [one for one in self._missed if one[0] == identity]
+            mine = list(islice((one for one in self._missed if one[0] == identity), most))
             for one in mine:
                 del self._missed[one]
             return {name for _, name in mine}
@@ -187,12 +188,13 @@ class WriteQueue:
                 del self._missed[name]
             return len(mine)
 
-    def forget_missed(self) -> int:
-        """Gives up what nobody could be asked for; returns how many records."""
+    def forget_missed(self, known: Collection[bytes]) -> int:
+        """Gives up what was refused of models that nobody can be asked about; returns how many records."""
         with self._changed:
-            count = len(self._missed)
-            self._missed.clear()
-            return count
+            lost = [one for one in self._missed if one[0] not in known]
+            for one in lost:
+                del self._missed[one]
+            return len(lost)
 
 
 def name_of(record: Record) -> Name:

@@ -32,6 +32,7 @@ RETRY_S = (2.0, 5.0, 15.0, 60.0)  # after a failure; the last one for good
 # Between two writes it rests so many times as long as the last one took: digesting and writing take a processor and
 # memory's bandwidth from those who decode. What the queue then has no room for is asked for again later.
 REST = 3.0
+REFILL = 16  # records asked for again at once: errands wait for so many
 SETTLE_S = 0.5  # how long uses gather before they are written down
 
 Source = Callable[[Collection[Name]], Sequence[Record]]
@@ -352,22 +353,26 @@ class Writer:
         return True
 
     def _refill(self) -> bool:
-        """Asks the caches for what was refused while the queue was full; returns whether there was anything."""
+        """Asks one cache for some of what was refused while the queue was full; returns whether there was anything."""
         if not self._queue.has_missed:
             return False
         for identity, (model, source) in list(self.sources.items()):
-            names = self._queue.take_missed(identity)
-            records = source(names) if names else ()
-            self._drop(model, len(names) - len(records))
-            for index, record in enumerate(records):
-                if self._stop_at is not None and self._clock() >= self._stop_at:
-                    self._queue.note_missed(identity, [name_of(rest) for rest in records[index:]])
-                    return True
-                self._queue.offer(model, record, always=True)
-                while self._write_next():
-                    pass
-        self.counts["dropped"] += self._queue.forget_missed()
-        return True
+            names = self._queue.take_missed(identity, REFILL)
+            if names:
+                self._write_again(model, names, source(names))
+                return True
+        self.counts["dropped"] += self._queue.forget_missed(self.sources)
+        return False
+
+    def _write_again(self, model: Model, names: Collection[Name], records: Sequence[Record]) -> None:
+        self._drop(model, len(names) - len(records))
+        for index, record in enumerate(records):
+            if self._stop_at is not None and self._clock() >= self._stop_at:
+                self._queue.note_missed(model.identity, [name_of(rest) for rest in records[index:]])
+                return
+            self._queue.offer(model, record, always=True)
+            while self._write_next():
+                pass
 
     def _note_uses(self) -> None:
         used = self._queue.take_used()

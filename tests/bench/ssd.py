@@ -1,7 +1,7 @@
 """The SSD tier's speed figures, on a llama that takes seconds for 2,000 tokens.
 
 Run by hand: python -m tests.bench.ssd. The first token of a stored prompt after a stop and after kill -9 must come in
-at most 3 % of the cold one's time; a row must decode at 95 % of its speed or more while the writer is busy all the time.
+at most 3 % of the cold one's time; a row must decode at 95 % of its speed or more while the writer is never idle.
 Opening an index of 100,000 entries must take less than 200 ms.
 """
 
