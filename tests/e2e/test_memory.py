@@ -20,6 +20,7 @@ from tests.models import write
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="samples Linux's own readings")
 
 MB = 2**20
+LEAST = 64 * MB  # less than the daemon itself takes
 MARGIN = 64 * MB  # what Python, its threads and malloc may keep beyond what is accounted for
 PROMPT = "once upon a time " * 30  # 510 tokens, 32 MB of cache
 HOLDERS_OF_WORK = ("kv", "padding", "chunk", "load")
@@ -116,7 +117,7 @@ def test_a_limit_below_the_use_starts_the_ladder_and_a_higher_one_ends_it(daemon
     with daemon.client() as client:
         events = client.start("events.subscribe", {"topics": ["memory"]})
         events.result(timeout_s=10)
-        low = daemon.call("memory.set", limit_bytes=held(daemon, "process"))
+        low = daemon.call("memory.set", limit_bytes=LEAST)
         assert low["level"] == "HARD"
         until(lambda: held(daemon) == held(daemon, "process"), within_s=30)
     done = [action["what"] for action in daemon.call("memory.status")["actions"]]
@@ -125,6 +126,34 @@ def test_a_limit_below_the_use_starts_the_ladder_and_a_higher_one_ends_it(daemon
     daemon.call("memory.set", tier="balanced")
     until(lambda: daemon.call("memory.status")["level"] == "OK", within_s=10)
     assert daemon.call("generate.complete", **ask(prompt="again"))["usage"]["completion_tokens"] == 8
+
+
+def test_another_limit_during_a_stream_leaves_it_unharmed(daemon: Daemon) -> None:
+    """PL-09."""
+    whole = daemon.call("generate.complete", **ask(prompt="hello", max_tokens=200))["text"]
+    with daemon.client() as client:
+        call = client.start("generate.complete", ask(prompt="hello", max_tokens=200, stream=True))
+        next(value for value in call if value["kind"] == "delta")
+        for limit in (2000 * MB, 1000 * MB, 3000 * MB):
+            daemon.call("memory.set", limit_bytes=limit)
+        assert call.result(timeout_s=60)["text"] == whole
+
+
+def test_a_pinned_model_outlives_pressure_and_others_needs(daemon: Daemon) -> None:
+    """PL-08."""
+    daemon.call("models.load", model="a", pin=True)
+    daemon.call("generate.complete", **ask(model="b", prompt="hello"))
+    daemon.call("memory.set", limit_bytes=LEAST)
+    until(lambda: held(daemon, "weights") == held_by(daemon, "a"), within_s=30)
+    until(lambda: daemon.call("memory.status")["level"] != "OK", within_s=10)
+    assert {m["name"] for m in daemon.call("models.list") if m["state"] == "READY"} == {"a"}
+    daemon.call("models.unload", model="a")
+    assert held(daemon, "weights") == 0
+
+
+def held_by(daemon: Daemon, model: str) -> int:
+    entries = daemon.call("memory.status")["entries"]
+    return sum(e["bytes"] for e in entries if (e["owner"], e["kind"]) == (model, "weights"))
 
 
 # -- storms -----------------------------------------------------------------------------------------------------------
@@ -141,6 +170,17 @@ def three() -> Iterator[Daemon]:
         taken = held(living, "process")
         living.call("memory.set", limit_bytes=(taken + 190 * MB) * 100 // 90)
         yield living
+
+
+def test_nine_tenths_of_a_models_bytes_come_back_when_it_goes(three: Daemon) -> None:
+    assert three.process is not None
+    three.call("generate.complete", **short("a", 4))
+    three.call("cache.clear")
+    before, size = anonymous_bytes(three.process.pid), held(three, "weights")
+    freed = three.call("models.unload", model="a")["freed_bytes"]
+    until(lambda: before - anonymous_bytes(three.process.pid) >= 0.9 * size, within_s=5)  # type: ignore[union-attr]
+    assert 0.9 * size <= freed <= 1.1 * size
+    assert held(three) == held(three, "process")
 
 
 def short(model: str, tokens: int) -> dict[str, Any]:
