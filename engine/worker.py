@@ -24,9 +24,8 @@ from omlxd.engine.api import (
     QueueFull,
     RequestInfo,
     ShuttingDown,
-    TokenLogprob,
 )
-from omlxd.engine.batch import Batch, Caches, InterleavedBatch, MergedBatch, RowFailed, RowStart, RowToken
+from omlxd.engine.batch import Batch, Caches, InterleavedBatch, MergedBatch, RowFailed, RowToken
 from omlxd.engine.fetching import Fetching
 from omlxd.engine.following import Following
 from omlxd.engine.guard import MemoryGuard
@@ -38,10 +37,10 @@ from omlxd.engine.metrics import Meter
 from omlxd.engine.model import LoadedModel
 from omlxd.engine.prefill import Prefill, mergeable, new_caches
 from omlxd.engine.prefixes import Prefixes
-from omlxd.engine.rate import PrefillRate
+from omlxd.engine.prompts import Prompts
 from omlxd.engine.request import Clock, Request, State
-from omlxd.engine.sampling import SamplerRow, logprobs_of, processors
-from omlxd.engine.scheduler import Prompt, Row, SchedulerLimits, Turn, View, admission, turn
+from omlxd.engine.rows import logprob, row_start
+from omlxd.engine.scheduler import Row, SchedulerLimits, Turn, admission, turn
 from omlxd.engine.stream import Event
 from omlxd.engine.unreturned import remains_of
 
@@ -53,6 +52,7 @@ OVERDUE_S = 1.0  # how often the line is looked through for those who have waite
 OVERDUE_RETRY_MS = 60_000  # for them: whoever waits an hour waits for more than one request to end
 # How many of the line's first are looked at for a free row beyond the rows themselves: held ones make way for others.
 LOOKAHEAD = 8
+PASSED_BY_S = 2.0  # how long those who need less memory may go before one who waits for it
 STUCK_S = 0.1  # how often an engine whose requests all wait for memory looks again
 
 Events = Sequence[tuple[str, Event]]
@@ -90,17 +90,13 @@ class Worker:
             loaded.store,
             self._prefixes,
             deliver=lambda call: inbox.put(Deliver(call)),
-            rate=lambda: self._rate.tokens_per_s,
+            rate=lambda: self._prompts.rate.tokens_per_s,
             clock=clock,
         )
-        self._prompts: dict[str, tuple[Request, Prefill]] = {}  # in the order they were admitted
+        self._prompts = Prompts(self._prefixes, self._line.defers)
         self._rows: dict[str, Request] = {}  # decoding, in the order they joined
-        self._last_turn: dict[str, int] = {}
         self._batch: Batch = self._new_batch()
-        self._rate = PrefillRate()
         self._meter = Meter(clock)
-        self._after_long = False
-        self._steps = 0
         self._failures = 0
         self._closing: Close | None = None
         self._concerned: Sequence[Request] = ()
@@ -156,20 +152,19 @@ class Worker:
     def _step(self) -> None:
         if self._closing is not None:
             return
-        self._steps += 1
         self._line.release([hold for hold in self._line.holds if self._following.over(hold)])
         self._end_overdue()
         self._take_fetched()
         self._admit()
-        self._compute(turn(self._view(), self._turn_limits()))
+        view = self._prompts.view(decoding=len(self._rows), waiting=self._line.waiting)
+        self._compute(turn(view, self._turn_limits()))
         if self._rows:
             self._concerned = list(self._rows.values())
             self._settle(self._batch.step())
         self._concerned = ()
 
     def _live(self) -> list[Request]:
-        placed = [*(request for request, _ in self._prompts.values()), *self._rows.values()]
-        return [*self._line, *self._fetching.requests, *placed]
+        return [*self._line, *self._fetching.requests, *self._placed()]
 
     def _take_in(self, job: Job) -> None:
         request = Request(job, self._loaded.tokenizer, self._clock)
@@ -204,7 +199,9 @@ class Worker:
                 self._say_waits(request)
                 continue
             if not self._has_memory(request):
-                break  # nobody passes, or one who needs much would wait for ever
+                if self._clock() - request.waits_since > PASSED_BY_S:
+                    break  # nobody passes any more, or one who needs much would wait for ever
+                continue
             if decided.preempt is not None:
                 self._preempt(decided.preempt, "preempted by an interactive request")
             self._begin(request)
@@ -216,7 +213,7 @@ class Worker:
             self._line.put_first(request)
 
     def _placed(self) -> list[Request]:
-        return [*(request for request, _ in self._prompts.values()), *self._rows.values()]
+        return [*self._prompts, *self._rows.values()]
 
     def _has_memory(self, request: Request) -> bool:
         if self._memory.admit(request):
@@ -239,7 +236,7 @@ class Worker:
         prefill = self._prefixes.begin(request)
         if is_new:
             self._meter.admitted(request)
-        self._prompts[request.id] = (request, prefill)
+        self._prompts.add(request, prefill)
         if self._is_warm(request, prefill):
             return
         self._following.lead(request, prefill.done)
@@ -269,30 +266,10 @@ class Worker:
 
     # -- prompts ------------------------------------------------------------------------------------------------------
 
-    def _view(self) -> View:
-        return View(
-            decoding=len(self._rows),
-            waiting=self._line.waiting,
-            prompts=[self._prompt_view(request, prefill) for request, prefill in self._prompts.values()],
-            rate=self._rate.tokens_per_s,
-            after_long=self._after_long,
-        )
-
     def _turn_limits(self) -> SchedulerLimits:
         if not self._prompts:
             return self._limits
-        return self._memory.turn_limits(self._limits, [prefill for _, prefill in self._prompts.values()])
-
-    def _prompt_view(self, request: Request, prefill: Prefill) -> Prompt:
-        return Prompt(
-            id=request.id,
-            remaining=prefill.remaining + 1,
-            rate=prefill.rate.tokens_per_s,
-            until_stop=self._prefixes.until_stop(request, prefill.done, prefill.remaining + 1),
-            batch_priority=self._line.defers(request),
-            last_turn=self._last_turn.get(request.id, -1),
-            warms=request.job.warm,
-        )
+        return self._memory.turn_limits(self._limits, self._prompts.prefills)
 
     def _compute(self, decided: Turn) -> None:
         if decided.solo is not None:
@@ -307,11 +284,7 @@ class Worker:
             prefill.advance(num_tokens)
         elapsed_s = self._clock() - began
         self._meter.prefilled(prefill.done - before, elapsed_s)
-        prefill.rate.measured(prefill.done - before, elapsed_s)
-        if self._rate.tokens_per_s is None:
-            self._rate.measured(prefill.done - before, elapsed_s)
-        self._last_turn[request.id] = self._steps
-        self._after_long = True
+        self._prompts.advanced(request, prefill, prefill.done - before, elapsed_s)
         self._stored(request, prefill.caches, prefill.done)
         self._is_warm(request, prefill)
 
@@ -328,19 +301,18 @@ class Worker:
         requests = {request.id: (request, prefill) for request, prefill in group}
         counts = [prefill.remaining + 1 for _, prefill in group]
         began = self._clock()
-        longest = max(request.length for request, _ in group)
+        longest, vocab_size = max(request.length for request, _ in group), self._loaded.facts.vocab_size
         with self._memory.turn(tokens=max(counts), context=longest, rows=len(group)):
             if len(group) == 1 and group[0][1].remaining:
                 # Alone, it is computed on its own caches, merged for its last token only: one copy less.
                 request, prefill = group[0]
                 prefill.advance(prefill.remaining)
                 self._stored(request, prefill.caches, prefill.done)
-            rows = [self._row(request, prefill) for request, prefill in group]
+            rows = [row_start(request, prefill, vocab_size=vocab_size) for request, prefill in group]
             self._batch.join(rows, lambda id, caches: self._stored(requests[id][0], caches, requests[id][0].length - 1))
         elapsed_s = self._clock() - began
         self._meter.prefilled(sum(counts), elapsed_s)
-        self._rate.measured(len(counts) * max(counts), elapsed_s)
-        self._after_long = False
+        self._prompts.joined(len(counts) * max(counts), elapsed_s)
         for request, _ in group:
             self._prefixes.joined(request)
             self._report(request, len(request.job.prompt))
@@ -354,25 +326,6 @@ class Worker:
         self._prefixes.after_turn(request, caches, position)
         self._following.moved(request, computed=position, stored=self._prefixes.stored(request))
         self._report(request, min(position, len(request.job.prompt)))
-
-    def _row(self, request: Request, prefill: Prefill) -> RowStart:
-        job = request.job
-        return RowStart(
-            id=job.id,
-            caches=prefill.caches,
-            tokens=prefill.rest,
-            sampler=SamplerRow(job.sampling, len(request.drawn)),
-            processors=[
-                *processors(
-                    job.sampling,
-                    job.logit_bias,
-                    prompt=job.prompt if request.drawn else job.prompt[:-1],
-                    answer=request.drawn[:-1] if request.drawn else None,
-                    vocab_size=self._loaded.facts.vocab_size,
-                ),
-                *request.steer(),
-            ],
-        )
 
     def _report(self, request: Request, computed: int) -> None:
         request.computed = computed
@@ -388,8 +341,7 @@ class Worker:
         for row in tokens:
             request = self._rows[row.id]
             self._meter.drew(request)
-            entry = self._logprob(row, request.job.logprobs) if request.job.logprobs else None
-            deltas, reason = request.accept(row.token_id, entry)
+            deltas, reason = request.accept(row.token_id, logprob(row, request.job.logprobs, self._loaded.tokenizer))
             for delta in deltas:
                 self._say(request, delta)
             failure = request.failure
@@ -407,20 +359,11 @@ class Worker:
         if gone:
             self._batch.remove(frozenset(gone))
 
-    def _logprob(self, row: RowToken, count: int) -> TokenLogprob:
-        chosen, best = logprobs_of(row.logprobs, row.token_id, count)
-        top = [TokenLogprob(id, self._text_of(id), value) for id, value in best]
-        return TokenLogprob(row.token_id, self._text_of(row.token_id), chosen, top)
-
-    def _text_of(self, token_id: int) -> str:
-        return str(self._loaded.tokenizer.decode([token_id]))
-
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def _abort(self, command: Abort) -> None:
-        placed = self._prompts.get(command.id)
-        request = self._line.get(command.id) or self._rows.get(command.id) or (placed[0] if placed else None)
-        request = request or self._fetching.get(command.id)
+        holders = (self._line.get, self._fetching.get, self._prompts.get, self._rows.get)
+        request = next((found for get in holders if (found := get(command.id)) is not None), None)
         if request is None:
             return  # it ended before the command came
         self._keep(request)
@@ -464,8 +407,7 @@ class Worker:
         self._memory.leave(request)
 
     def _forget_prompt(self, request: Request) -> None:
-        self._prompts.pop(request.id, None)
-        self._last_turn.pop(request.id, None)
+        self._prompts.forget(request)
         self._following.stop(request)
 
     def _recover(self, exc: Exception) -> str | None:
