@@ -50,7 +50,8 @@ class Rm:
 
 def _ask(context: Context, given: argparse.Namespace, method: str) -> Any:
     params = {"model": model_argument(checked(given.model, "MODEL"))}
-    with context.connect_or_start() as client:
+    connect = context.connect_or_start if method == "models.remove" else context.connect  # no daemon pins nothing
+    with connect() as client:
         return perform(client, method, params, context.console, with_progress=False)
 
 
