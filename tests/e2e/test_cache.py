@@ -48,7 +48,8 @@ def test_clearing_gives_the_bytes_back_and_a_loaded_model_goes_on(daemon: Daemon
     daemon.call("cache.warm", model="tiny", prompt=PROMPT)
     held = line(daemon)["bytes"]["hot"]
     assert daemon.call("daemon.status")["cache"]["bytes"]["hot"] == held
-    until(lambda: line(daemon)["blocks"]["ssd"] > 0 and not daemon.call("daemon.status")["cache"]["ssd"]["queued_bytes"])
+    until(lambda: line(daemon)["blocks"]["ssd"] > 0)
+    until(lambda: not daemon.call("daemon.status")["cache"]["ssd"]["queued_bytes"])
     on_disk = line(daemon)["bytes"]["ssd"]
     assert daemon.call("cache.clear", tier="ssd") == {"freed_bytes": on_disk}
     assert daemon.call("cache.clear", model="tiny", tier="hot") == {"freed_bytes": held}
