@@ -453,7 +453,7 @@ class Worker:
         """Drops the model and everything computed with it; says what came free, or who still has the model."""
         before, accounted = mx.get_active_memory(), self._loaded.facts.weight_bytes + self._memory.held_bytes
         model = weakref.ref(self._loaded.model)
-        del self._batch, self._loaded, self._prefixes, self._fetching
+        del self._batch, self._loaded, self._prefixes, self._fetching, self._prompts
         gc.collect()
         mx.clear_cache()
         self._memory.close()

@@ -295,3 +295,15 @@ def test_three_hundred_requests_half_of_them_cancelled_leave_no_array_behind() -
             assert [each for each in gc.get_objects() if type(each) is KVCache and each.keys is not None] == []
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("uses_it", [False, True])
+def test_nobody_has_the_model_any_more_when_its_engine_has_ended(uses_it: bool) -> None:
+    async def main() -> None:
+        running = Engine(weighed(cached("llama")), SchedulerLimits(), time.monotonic, under(1 << 40))
+        if uses_it:
+            await Running(running, job(PROMPT, 4)).result()
+        running.close(Close("unloaded"))
+        assert (await asyncio.wait_for(running.closed, 30)).remains is None
+
+    asyncio.run(main())
