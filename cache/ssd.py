@@ -96,7 +96,7 @@ class SsdStore:
         self._lookup: Lookup | None = None
         self._counts_lock = threading.Lock()
         self._read_counts: Counter[str] = Counter()
-        self._bad: dict[bytes, None] = {}
+        self._bad: dict[bytes, None] = {}  # what bad files continued
         self._bad_of: Counter[bytes] = Counter()
         self._models: dict[bytes, str] = {}
         self._writer.start()
@@ -235,7 +235,7 @@ class SsdStore:
         except FileNotFoundError:
             return True
         except BadFile as error:
-            self._put_aside(identity, entry.kind, entry.key, error)
+            self._put_aside(identity, entry.kind, entry.key, entry.parent, error)
             return False
         return True
 
@@ -314,24 +314,24 @@ class SsdStore:
             self._queue.run(self._writer.check)
             raise Unreadable(error.strerror or "it cannot be read") from error
         except BadFile as bad:
-            self._put_aside(model.identity, step.kind, step.key, bad)
+            self._put_aside(model.identity, step.kind, step.key, step.parent, bad)
             raise Unreadable(bad.reason) from bad
         with self._counts_lock:
             self._read_counts["read"] += 1
             self._read_counts["read_bytes"] += len(data)
         return record
 
-    def is_bad(self, key: bytes) -> bool:
-        """Whether the file of this key was found to be bad since the start."""
-        return key in self._bad
+    def had_bad_file(self, parent: bytes) -> bool:
+        """Whether a file that continued the block of this key was found to be bad since the start."""
+        return parent in self._bad
 
-    def _put_aside(self, identity: bytes, kind: int, key: bytes, bad: BadFile) -> None:
+    def _put_aside(self, identity: bytes, kind: int, key: bytes, parent: bytes, bad: BadFile) -> None:
         log.warning("a bad file of the cache is put aside: %s: %s", key.hex(), bad.reason)
         with self._counts_lock:
             self._read_counts["bad"] += 1
             self._bad_of[identity] += 1
             if len(self._bad) < MOST_BAD_REMEMBERED:
-                self._bad[key] = None
+                self._bad[parent] = None
         self._forget(identity, kind, key)
 
     def _forget(self, identity: bytes, kind: int, key: bytes) -> None:
@@ -412,7 +412,7 @@ class ModelStore:
     def ends_in_bad_file(self, standing: Standing, usable: int) -> bool:
         """Whether the block at which a prompt's usable tokens end had a bad file."""
         at = usable // self.model.block_size
-        return at < len(standing.specs) and self.store.is_bad(standing.specs[at].key)
+        return self.store.had_bad_file(standing.specs[at - 1].key if at else self.model.identity)
 
     def plan(self, standing: Standing) -> Future[Plan]:
         """What the disk has beyond what stands in memory."""

@@ -153,6 +153,16 @@ class Index:
             )
         )
 
+    def superseded(self, block: Entry) -> list[Entry]:
+        """Shorter blocks that this one has all of: after the same parent, with its first tokens; nothing holds them."""
+        rows = self._db.execute(
+            f"SELECT {_COLUMNS} FROM entries JOIN models ON models.id = model WHERE parent = ? AND kind = {BLOCK}"
+            " AND tokens < ? AND identity = ? AND pictures = 0 AND pins = 0 AND children = 0"
+            " ORDER BY tokens DESC LIMIT ?",
+            (block.parent, block.tokens, block.identity, NEIGHBOURS),
+        )
+        return [entry for entry in (Entry(*row) for row in rows) if block.tokens.startswith(entry.tokens)]
+
     def keys(self, identity: str) -> set[tuple[int, bytes]]:
         """Every entry of one model, as (kind, key)."""
         return set(

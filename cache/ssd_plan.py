@@ -24,6 +24,7 @@ class Step:
 
     kind: int
     key: bytes
+    parent: bytes
     num_tokens: int
     nbytes: int
     record: Record | None = None
@@ -105,7 +106,7 @@ class Planner:
     def _step(self, kind: int, key: bytes) -> Step | None:
         record = self._queue.find(self._model.identity, (kind, key))
         if record is not None:
-            return Step(kind, key, record.spec.num_tokens, 0, record)
+            return Step(kind, key, record.parent, record.spec.num_tokens, 0, record)
         if kind == BLOCK:
             return _step_of(self._lookup.block(self._identity, key))
         return _step_of(self._lookup.checkpoint(self._identity, [key]))
@@ -122,9 +123,10 @@ class Planner:
         waiting = self._queue.alike(self._model.identity, parent, spec.tokens)
         if waiting is not None and not waiting.spec.spans and common_run(waiting.spec.tokens, spec.tokens) > best[1]:
             run, own = common_run(waiting.spec.tokens, spec.tokens), waiting.spec
-            best = (Step(BLOCK, own.key, own.num_tokens, 0, waiting), run, own.tokens[run * TOKEN_BYTES :])
+            step = Step(BLOCK, own.key, parent, own.num_tokens, 0, waiting)
+            best = (step, run, own.tokens[run * TOKEN_BYTES :])
         return best
 
 
 def _step_of(entry: Entry | None) -> Step | None:
-    return None if entry is None else Step(entry.kind, entry.key, entry.num_tokens, entry.nbytes)
+    return None if entry is None else Step(entry.kind, entry.key, entry.parent, entry.num_tokens, entry.nbytes)

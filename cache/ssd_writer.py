@@ -280,6 +280,9 @@ class Writer:
         )
         volume.index.add(entry, used=now, pictures=bool(record.spec.spans))
         self.counts["written"] += 1
+        if kind == BLOCK and not entry.gaps and not record.spec.spans:
+            for shorter in volume.index.superseded(entry):
+                self.remove(volume, shorter)
         return True
 
     def _drop(self, model: Model, count: int = 1) -> None:

@@ -241,7 +241,10 @@ async def _bring(engine: EngineHandle, tokens: Sequence[int]) -> None:
     standing = await engine.ask_cache(lambda cache: cache.standing(asked))
     plan = await asyncio.wrap_future(view.plan(standing))
     for step in plan.steps:
-        record = await asyncio.wrap_future(view.read(step))
+        try:
+            record = await asyncio.wrap_future(view.read(step))
+        except CacheError:
+            return  # its file has gone, or is bad: what came before it is what there is
         await engine.ask_cache(partial(_adopt, asked, record))
 
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -431,6 +432,65 @@ def test_with_no_room_in_memory_what_the_queue_refused_is_counted(tmp_path):
     flush(store)
     assert store.stats().counts["dropped"] == 5
     assert store.close(30) == 0
+
+
+class Counting(Disk):
+    """Counts what is opened."""
+
+    def __init__(self) -> None:
+        self.opened = 0
+
+    def read(self, path):
+        self.opened += 1
+        return super().read(path)
+
+    def head(self, path, num_bytes):
+        self.opened += 1
+        return super().head(path, num_bytes)
+
+
+def test_a_start_opens_no_block_file_and_neither_does_a_second_model(tmp_path):
+    fill(tmp_path)
+    disk = Counting()
+    store = open_store(tmp_path, disk=disk)
+    assert store.settled(30)
+    of_model(store, "llama")
+    of_model(store, "llama", root=b"\1" * 32)
+    flush(store)
+    assert disk.opened == 0
+    assert store.stats().used_bytes == size_of(tmp_path)
+    store.close(30)
+
+
+def test_a_longer_block_takes_the_place_of_the_shorter_ones_it_contains(tmp_path):
+    store = open_store(tmp_path)
+    here = of_model(store, "llama")
+    for length in (20, 25, 30):
+        generate("llama", here.cache, prompt(length), n=1)
+    flush(store)
+    assert len(files(tmp_path)) == 2
+    store.close(30)
+    assert ask(tmp_path, tokens=prompt(40))[0].cached_tokens == 30
+
+
+def test_a_stop_without_time_says_how_much_it_dropped(tmp_path, caplog):
+    class Stuck(Disk):
+        def __init__(self) -> None:
+            self.writing, self.go_on = threading.Event(), threading.Event()
+
+        def fill(self, fd, parts):
+            self.writing.set()
+            assert self.go_on.wait(60)
+            super().fill(fd, parts)
+
+    disk = Stuck()
+    store = open_store(tmp_path, disk=disk)
+    generate("llama", of_model(store, "llama").cache, TOKENS, n=2)
+    assert disk.writing.wait(60)
+    dropped = store.close(0)
+    disk.go_on.set()
+    assert dropped == 5
+    assert "5 blocks of the cache" in caplog.text
 
 
 # -- kill -9 ----------------------------------------------------------------------------------------------------------

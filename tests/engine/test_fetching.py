@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from dataclasses import replace
 
@@ -11,10 +12,12 @@ import pytest
 from omlxd.cache.disk import Disk
 from omlxd.cache.hot import HotTier
 from omlxd.engine.api import Cancelled
-from omlxd.engine.fetching import SILENT_S
+from omlxd.engine.fetching import SILENT_S, Fetching
+from omlxd.engine.prefixes import Prefixes
+from omlxd.engine.request import Request
 from tests.cache.running import prompt
 from tests.cache.shelves import of_model, open_store
-from tests.engine.running import Running, assert_is_the_cold_run, engine, job, loaded
+from tests.engine.running import Running, assert_is_the_cold_run, engine, job, loaded, tokenizer
 from tests.models import MODELS, build
 
 pytestmark = pytest.mark.anyio
@@ -151,3 +154,35 @@ async def test_a_hot_tier_without_room_computes_instead(tmp_path):
     store.close(30)
     assert result.usage.cached_tokens == 0
     assert_is_the_cold_run(model, result)
+
+
+class Dear(Disk):
+    """Every file takes a tenth of a second, by a clock that is moved by hand."""
+
+    def __init__(self, clock):
+        self.clock = clock
+
+    def read(self, path):
+        self.clock.now += 0.1
+        return super().read(path)
+
+
+async def test_a_disk_that_is_slower_than_computing_is_left_after_its_first_files(tmp_path):
+    model = build("llama")
+    tokens = prompt(200)
+    await stored(tmp_path, "llama", model, tokens)
+    clock = Clock()
+    store = open_store(tmp_path, disk=Dear(clock))
+    here = of_model(store, "llama")
+    arrived = queue.Queue()
+    prefixes = Prefixes(model, here.cache)
+    fetching = Fetching(here.view, prefixes, deliver=arrived.put, rate=lambda: 1000.0, clock=clock)
+    request = Request(job(tokens), tokenizer(), clock)
+    assert fetching.begin(request)
+    over: list[Request] = []
+    while not over:
+        arrived.get(timeout=60)()
+        over = fetching.over()
+    store.close(30)
+    assert over == [request]
+    assert 0 < prefixes.would_reuse(request) < 199
