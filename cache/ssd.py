@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 READERS = 4
 QUEUE_BYTES = 256 << 20
 MOST_BAD_REMEMBERED = 1000
+ERRAND_S = 120.0  # a drive that hangs holds its thread, and must not hold a client for ever
 PAGE = 256  # entries looked up at once
 T = TypeVar("T")
 
@@ -157,15 +158,15 @@ class SsdStore:
     # -- sessions, on any thread that may wait ------------------------------------------------------------------------
 
     def list_sessions(self, model: str | None) -> list[Session]:
-        return self.run(lambda volume: self._sessions.all(model)).result()
+        return self.run(lambda volume: self._sessions.all(model)).result(ERRAND_S)
 
     def use_session(self, model: str, name: str) -> Session:
         """Raises NoSuchSession."""
-        return self.run(lambda volume: self._sessions.use(volume, model, name)).result()
+        return self.run(lambda volume: self._sessions.use(volume, model, name)).result(ERRAND_S)
 
     def delete_session(self, model: str, name: str) -> Session:
         """Raises NoSuchSession. What it held is cache again, like any other."""
-        return self.run(lambda volume: self._sessions.delete(volume, model, name)).result()
+        return self.run(lambda volume: self._sessions.delete(volume, model, name)).result(ERRAND_S)
 
     def save_session(self, model: Model, name: str, tokens: Sequence[int], *, may_replace: bool) -> Session:
         """Names the last position of `tokens` that can be brought back, and holds what leads there.
@@ -179,7 +180,7 @@ class SsdStore:
             kept = self._chain(model, tokens)
             return self._sessions.save(volume, model.name, name, model.identity, kept, may_replace=may_replace)
 
-        return self.run(save).result()
+        return self.run(save).result(ERRAND_S)
 
     def _write_chain(self, model: Model, tokens: Sequence[int]) -> None:
         _, source = self._writer.sources[model.identity]
@@ -190,7 +191,7 @@ class SsdStore:
             names |= {(BLOCK, last.key), (CHECKPOINT, last.key)}
         for record in source(names):
             self._queue.offer(model, record, always=True)
-        self.written().result()
+        self.written().result(ERRAND_S)
 
     def _chain(self, model: Model, tokens: Sequence[int]) -> Chain:
         specs = chain(model.identity, pack(tokens), (), model.block_size)
@@ -359,7 +360,9 @@ class SsdStore:
                 if self._lookup is None:
                     self._lookup = Lookup(self._place.index)
                 return question(self._lookup)
-            except sqlite3.Error:
+            except sqlite3.Error as error:
+                if not isinstance(error, sqlite3.OperationalError):
+                    self._queue.run(self._writer.distrust_index)
                 lookup, self._lookup = self._lookup, None
                 if lookup is not None:
                     lookup.close()

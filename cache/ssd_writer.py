@@ -157,6 +157,10 @@ class Writer:
         if self._volume is not None:
             self._there()
 
+    def distrust_index(self) -> None:
+        """An errand: a reader found the index broken, so it is made again."""
+        raise sqlite3.DatabaseError("the index is broken")
+
     # -- opening and pausing ------------------------------------------------------------------------------------------
 
     def _open(self) -> bool:

@@ -142,7 +142,7 @@ class Caches:
     def _clear(self, name: str | None, tier: CacheTier) -> int:
         disk, freed = self._shelf.disk, 0
         if tier == "hot":
-            disk.settle()  # what is not on disk yet is written first
+            _storage(disk, disk.settle)  # what is not on disk yet is written first
         if tier != "ssd":
             freed += self._shelf.clear_caches(name)
         if tier != "hot":

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from omlxd.cache.ssd import SsdStats, SsdStore
     from omlxd.cache.ssd_index import Totals
 
+SETTLE_S = 120.0
+
 
 @dataclass(frozen=True, slots=True)
 class DiskOptions:
@@ -96,9 +98,9 @@ class DiskCache:
         return store.totals() if store is not None else {}
 
     def settle(self) -> None:
-        """Waits until what has been offered is on disk, as far as it can be."""
+        """Waits until what has been offered is on disk, as far as it can be. Raises TimeoutError."""
         if self._store is not None:
-            self._store.written().result()
+            self._store.written().result(SETTLE_S)
 
     def clear(self, model: str | None) -> int:
         """Removes one model's files, or all, but for those that sessions hold; returns the bytes. Raises CacheError."""

@@ -158,6 +158,28 @@ def test_a_broken_index_is_made_again_from_the_files(tmp_path, damage):
     assert stats.counts["files_without_entry"] >= 4
 
 
+def test_an_index_that_breaks_while_it_is_used_is_made_again(tmp_path):
+    clock = Clock()
+    fill(tmp_path)
+    store = open_store(tmp_path, clock=clock)
+    assert store.settled(30)
+    index = tmp_path / "cache" / INDEX
+    data = index.read_bytes()
+    index.write_bytes(data[:100] + b"\xff" * (len(data) - 100))
+    here = of_model(store, "llama")
+    for seed in range(1, 4):
+        here.fetch(prompt(64, seed))
+        assert_cold("llama", prompt(64, seed), generate("llama", here.cache, prompt(64, seed), n=2))
+        flush(store)
+        clock.now += 1000
+    flush(store)
+    assert store.settled(30)
+    fresh = of_model(store, "llama")
+    fresh.fetch(TOKENS)
+    assert fresh.cache.match_length(TOKENS) == len(TOKENS) - 1
+    store.close(30)
+
+
 def test_an_entry_without_its_file_is_a_miss_and_goes(tmp_path):
     fill(tmp_path)
     for path in files(tmp_path):
