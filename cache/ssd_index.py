@@ -9,6 +9,7 @@ sqlite3.Error.
 from __future__ import annotations
 
 import sqlite3
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,7 @@ class Index:
 
     def __init__(self, path: Path) -> None:
         """Opens or makes it. Raises sqlite3.Error for a file that is no index of this version."""
+        self._held: Counter[bytes] = Counter()  # by key; whoever opens the index says what is held
         self._db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         try:
             self._db.execute("PRAGMA page_size = 8192")  # the tokens of a block of 256 spill over in smaller ones
@@ -105,7 +107,6 @@ class Index:
     def add(self, entry: Entry, *, used: float, pictures: bool = False) -> None:
         """Adds an entry whose `id` is not looked at, or takes the place of the one of its key."""
         there = self.find(entry.identity, entry.kind, entry.key)
-        pins = self.pins(there) if there is not None else 0
         if there is not None:
             self.remove(there)
         model = self._model(entry.identity)
@@ -115,7 +116,7 @@ class Index:
         self._db.execute(
             "INSERT INTO entries (model, kind, key, parent, start, tokens, pictures, gaps, bytes, used, children, pins)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (*row, entry.nbytes, used, children, pins),
+            (*row, entry.nbytes, used, children, self._held[entry.key]),
         )
         self._count_child(entry.parent, 1)
         self.used_bytes += entry.nbytes
@@ -134,15 +135,15 @@ class Index:
         """Blocks, and the checkpoints that have the same keys, were used."""
         self._db.executemany("UPDATE entries SET used = ? WHERE key = ? AND used < ?", ((used, k, used) for k in keys))
 
-    def pin(self, keys: Iterable[bytes], change: int) -> None:
-        self._db.executemany("UPDATE entries SET pins = max(0, pins + ?) WHERE key = ?", ((change, k) for k in keys))
+    def pin(self, keys: Sequence[bytes], change: int) -> None:
+        """Holds what has these keys once more (1) or once less (-1), also what is added later."""
+        for key in keys:
+            self._held[key] += change
+        self._db.executemany("UPDATE entries SET pins = ? WHERE key = ?", ((self._held[key], key) for key in keys))
 
     def unpin_all(self) -> None:
+        self._held.clear()
         self._db.execute("UPDATE entries SET pins = 0 WHERE pins")
-
-    def pins(self, entry: Entry) -> int:
-        found = self._db.execute("SELECT pins FROM entries WHERE id = ?", (entry.id,)).fetchone()
-        return int(found[0]) if found else 0
 
     def oldest(self) -> Entry | None:
         """The entry that goes first: not pinned, nothing continues it, and of such the one used longest ago."""
