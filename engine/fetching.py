@@ -38,6 +38,7 @@ class _Fetch:
     """One request's fetch. `next` is the first step that has not been taken in; later ones may have come already."""
 
     request: Request
+    store: ModelStore
     first: bytes  # the key of the first block that is not in memory
     moved_at: float
     began_at: float = 0.0
@@ -101,7 +102,7 @@ class Fetching:
             if fetch.first == first:
                 fetch.followers.append(request)
                 return True
-        fetch = _Fetch(request, first, self._clock())
+        fetch = _Fetch(request, self._store, first, self._clock())
         self._fetches[request.id] = fetch
         self._tell(self._store.plan(standing), fetch, self._planned)
         return True
@@ -161,10 +162,9 @@ class Fetching:
         if fetch.next >= len(fetch.steps) or self._is_slow(fetch):
             self._end(fetch)
             return
-        assert self._store is not None
         for index in range(fetch.next, min(fetch.next + AHEAD, len(fetch.steps))):
             if index not in fetch.asked:
-                future = fetch.asked[index] = self._store.read(fetch.steps[index])
+                future = fetch.asked[index] = fetch.store.read(fetch.steps[index])
                 self._tell(future, fetch, partial(self._came, index))
 
     def _came(self, index: int, fetch: _Fetch, record: Record) -> None:

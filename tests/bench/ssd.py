@@ -37,11 +37,11 @@ from tests.models import VOCABULARY, build
 
 TOKENS, DECODED, ROUNDS, ENTRIES = 2000, 100, 3, 100_000
 SIZE = {
-    "hidden_size": 512,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 1536,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 768,
     "head_dim": 64,
 }
 BLOCK_SIZE = 256
