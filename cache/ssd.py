@@ -366,7 +366,8 @@ class SsdStore:
                 lookup, self._lookup = self._lookup, None
                 if lookup is not None:
                     lookup.close()
-                self._count("index_failures")
+                if self._writer.condition.state == "on":  # before that there may be none to ask
+                    self._count("index_failures")
                 return None
 
     def _opened(self, volume: Volume) -> None:

@@ -80,7 +80,7 @@ class Volume:
 
     def _open_index(self, is_broken: bool) -> Index:
         path = self.place.index
-        self.index_was_lost = not path.exists()
+        self.index_was_lost = not path.exists() and any(map(IDENTITY.fullmatch, os.listdir(self.place.directory)))
         if not is_broken:
             try:
                 return Index(path)

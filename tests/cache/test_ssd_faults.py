@@ -147,6 +147,8 @@ def test_a_lost_index_is_made_again_from_the_files(tmp_path):
     run, stats = ask(tmp_path)
     assert run.cached_tokens == len(TOKENS) - 1
     assert stats.counts["files_without_entry"] >= 4
+    assert stats.counts["index_rebuilt"] == 1
+    assert ask(tmp_path)[1].counts["index_rebuilt"] == 0
 
 
 @pytest.mark.parametrize("damage", [b"not a database at all, but long enough to be taken for one" * 100, b""])
