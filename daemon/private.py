@@ -39,9 +39,15 @@ def _open(directory: str) -> int:
         if error.errno not in (errno.ENOTDIR, errno.ELOOP):
             raise
         if os.path.islink(directory):
-            real = os.path.realpath(directory)
-            raise UnsafePlace(f"{directory} is a link; set OMLXD_HOME to {real} itself") from error
+            raise UnsafePlace(f"{directory} is a link; set OMLXD_HOME to {_target(directory)} itself") from error
         raise UnsafePlace(f"{directory} is not a directory; move it away or set OMLXD_HOME to another place") from error
+
+
+def _target(link: str) -> str:
+    try:
+        return os.path.realpath(link)
+    except OSError:  # it was a link a moment ago
+        return "the directory it leads to"
 
 
 def _close_to_others(directory: str, opened: int) -> None:

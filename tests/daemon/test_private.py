@@ -84,14 +84,16 @@ def test_a_home_that_turns_into_a_link_never_changes_what_it_leads_to(tmp_path: 
     swapper = threading.Thread(target=swap)
     swapper.start()
     refused = 0
-    for _ in range(3000):
-        os.fchmod(real, 0o755)
-        try:
-            make_private(home)
-        except UnsafePlace:
-            refused += 1
-    ended.set()
-    swapper.join()
-    os.close(real)
+    try:
+        for _ in range(3000):
+            os.fchmod(real, 0o755)
+            try:
+                make_private(home)
+            except UnsafePlace:
+                refused += 1
+    finally:
+        ended.set()
+        swapper.join()
+        os.close(real)
     assert 0 < refused < 3000
     assert mode(other) == 0o755
