@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -129,4 +130,11 @@ def _take_terminal() -> None:
 def temporary_home() -> Iterator[Home]:
     directory = Path(tempfile.mkdtemp(prefix="omlxctl."))
     yield Home(directory)
-    shutil.rmtree(directory)
+    deadline = time.monotonic() + 10
+    while directory.exists():
+        try:
+            shutil.rmtree(directory)
+        except OSError:  # a daemon that has closed its socket still has its last files to put away
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
