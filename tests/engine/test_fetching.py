@@ -186,3 +186,30 @@ async def test_a_disk_that_is_slower_than_computing_is_left_after_its_first_file
     store.close(30)
     assert over == [request]
     assert 0 < prefixes.would_reuse(request) < 199
+
+
+class StuckWriter(Disk):
+    """Writes wait until the test lets them go on."""
+
+    def __init__(self):
+        self.go_on = threading.Event()
+
+    def write(self, path, parts, *, durable=False):
+        assert self.go_on.wait(60)
+        super().write(path, parts, durable=durable)
+
+
+async def test_what_was_evicted_before_it_was_written_comes_from_the_queue_as_far_as_memory_has_room(tmp_path):
+    model = build("llama")
+    tokens, other = prompt(65), prompt(65, seed=9)  # four blocks of 16 and the token that is drawn from
+    disk = StuckWriter()
+    store = open_store(tmp_path, disk=disk)
+    here = with_store(store, "llama", model, HotTier(2 * 8300))  # room for two blocks
+    async with engine(here, clock=Clock()) as running:
+        await Running(running, job(tokens, 1)).result()
+        await Running(running, job(other, 1)).result()
+        again = await Running(running, job(tokens, 4, logprobs=20)).result()
+        disk.go_on.set()
+    store.close(30)
+    assert_is_the_cold_run(model, again)
+    assert again.usage.cached_tokens == 2 * 16  # the tier's two blocks; the other prompt had taken both
