@@ -38,6 +38,9 @@ OTHERS: dict[str, tuple[str, ...]] = {
 LIGHT_MODULES = ("engine.api", "daemon.settings", "daemon.paths", "daemon.main")
 LIGHT_ROOMS = ("rpc", "launchd", "cli")
 
+# The hinge, and the modules that its values and errors stand in.
+HINGE = ("engine.api", "engine.errors", "engine.generation", "engine.readings")
+
 
 def modules(room: str) -> Iterator[str]:
     """Dotted names below `omlxd`, packages by their own name."""
@@ -60,6 +63,15 @@ def imports(module: str) -> Iterator[str]:
             assert node.level == 0, f"{module} has a relative import"
             yield node.module or ""
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def public_names(module: str) -> Iterator[str]:
+    """What `module` defines at its top: classes, functions and type aliases."""
+    for node in ast.parse(source(module).read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Assign):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
 
 
 def is_within(name: str, places: tuple[str, ...]) -> bool:
@@ -91,8 +103,22 @@ def test_a_light_room_imports_few_libraries(module: str) -> None:
     assert [name for name in imports(module) if not is_within(name, allowed)] == []
 
 
-def test_the_hinge_imports_the_standard_library_alone() -> None:
-    assert [name for name in imports("engine.api") if not is_within(name, tuple(sys.stdlib_module_names))] == []
+@pytest.mark.parametrize("module", HINGE)
+def test_the_hinge_imports_the_standard_library_alone(module: str) -> None:
+    own = tuple(f"omlxd.{each}" for each in HINGE)
+    assert [name for name in imports(module) if not is_within(name, (*sys.stdlib_module_names, *own))] == []
+
+
+@pytest.mark.parametrize("module", ALL)
+def test_what_the_hinge_is_made_of_is_imported_through_it(module: str) -> None:
+    behind = tuple(f"omlxd.{each}" for each in HINGE[1:])
+    assert module in HINGE or [name for name in imports(module) if is_within(name, behind)] == []
+
+
+def test_the_hinge_gives_all_that_it_is_made_of() -> None:
+    given = {name for name in imports("engine.api") if is_within(name, tuple(f"omlxd.{each}" for each in HINGE[1:]))}
+    made = {f"omlxd.{module}.{name}" for module in HINGE[1:] for name in public_names(module)}
+    assert made <= given
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -135,4 +161,4 @@ def test_the_command_line_loads_no_event_loop() -> None:
 def test_the_hinge_and_the_agent_load_nothing_but_themselves() -> None:
     names = [f"omlxd.{module}" for module in modules("launchd")]
     ours = {name for name in loaded_by("omlxd.engine.api", *names) if name.startswith("omlxd.")}
-    assert ours == {"omlxd.engine", "omlxd.engine.api", *names}
+    assert ours == {"omlxd.engine", *(f"omlxd.{module}" for module in HINGE), *names}
