@@ -83,6 +83,7 @@ class Enforcer:
         self._now = now
         self._on_event = on_event
         self._lock = threading.Lock()  # over the two trails and what they are compared with
+        self._swap = threading.Lock()  # over the policy and the limits made of it
         self._returned = Trail()  # of MLX's pool, to the system: the footprint has to lose it
         self._freed = Trail()  # of arrays, to MLX's pool or the system: the footprint without the pool has to
         self._footprint = self._pool = self._without_pool = 0
@@ -99,8 +100,11 @@ class Enforcer:
         return tuple(self._actions)
 
     def set_policy(self, policy: MemoryPolicy) -> None:
-        """Holds from the next poll on."""
-        self.policy = policy
+        """Holds when this returns: whoever changed it may count on it in the next request."""
+        measured = self._measure()
+        with self._swap:
+            self.policy = policy
+            self._guard.limits = self._judged(measured, self._level)
 
     def expect(self, nbytes: int) -> None:
         """So many bytes of arrays have just been freed; the footprint may show it later."""
@@ -115,13 +119,17 @@ class Enforcer:
 
     def poll(self) -> float:
         """Reads, publishes, takes at most one step. Returns the seconds until the next poll."""
-        limits = self._judged(self._measure(), self._level)
+        measured, policy = self._measure(), self.policy
+        limits = self._judged(measured, self._level)
         self._note_level(limits)
         if not self._still_waits(limits.ledger):
             done = self._ladder.step(limits)
             if done is not None:
                 self._note_step(done, limits)
-        self._guard.limits = replace(limits, orders=self._ladder.orders)
+        with self._swap:
+            if policy is not self.policy:  # it changed meanwhile
+                limits = self._judged(measured, self._level)
+            self._guard.limits = replace(limits, orders=self._ladder.orders)
         return self._delay(limits)
 
     def _delay(self, limits: MemoryLimits) -> float:

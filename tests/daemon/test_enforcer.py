@@ -212,6 +212,29 @@ def test_a_limit_that_is_set_below_the_use_starts_the_ladder() -> None:
     assert bench.poll() is Level.OK
 
 
+def test_a_new_limit_holds_before_the_next_poll() -> None:
+    bench = Bench()
+    bench.poll(100)
+    bench.enforcer.set_policy(MemoryPolicy("custom", 500))
+    assert bench.guard.limits.ceilings.static == 500
+
+
+def test_a_limit_that_is_set_while_a_poll_judges_outlives_that_poll() -> None:
+    class Meanwhile(FakeMachine):
+        def working_set(self) -> int | None:
+            """The last reading that a poll takes."""
+            if armed:
+                armed.clear()
+                bench.enforcer.set_policy(MemoryPolicy("custom", 500))
+            return None
+
+    armed: list[bool] = []
+    bench = Bench(Meanwhile())
+    armed.append(True)
+    bench.poll(100)
+    assert bench.guard.limits.ceilings.static == 500
+
+
 # -- how often --------------------------------------------------------------------------------------------------------
 
 
