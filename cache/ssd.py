@@ -8,45 +8,35 @@ does, a prompt is computed as if nothing were stored: a failure here is a miss, 
 from __future__ import annotations
 
 import logging
-import sqlite3
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from omlxd.cache.disk import Disk
-from omlxd.cache.errors import CacheError
 from omlxd.cache.explain import Explanation, explanation
 from omlxd.cache.keys import chain, pack, unpack
 from omlxd.cache.prefix import Standing
 from omlxd.cache.sessions import Chain, Quota, Session, Sessions
-from omlxd.cache.ssd_format import BadFile, Model, Record, check, decode
-from omlxd.cache.ssd_index import Entry, Lookup, Totals
-from omlxd.cache.ssd_plan import Plan, Planner, Step
+from omlxd.cache.ssd_files import Limits
+from omlxd.cache.ssd_format import Model, Record
+from omlxd.cache.ssd_index import Totals
+from omlxd.cache.ssd_plan import Plan, Step
 from omlxd.cache.ssd_queue import WriteQueue
-from omlxd.cache.ssd_sweep import quarantine
+from omlxd.cache.ssd_reader import Reader, Unreadable
 from omlxd.cache.ssd_volume import Place, Volume
-from omlxd.cache.ssd_writer import Condition, Limits, Source, Writer
+from omlxd.cache.ssd_writer import Condition, Source, Writer
 from omlxd.cache.store import BLOCK, CHECKPOINT, StoredBlock, StoredCheckpoint
 from omlxd.cache.tree_view import Node
 
 log = logging.getLogger(__name__)
 
-READERS = 4
 QUEUE_BYTES = 256 << 20
-MOST_BAD_REMEMBERED = 1000
 ERRAND_S = 120.0  # a drive that hangs holds its thread, and must not hold a client for ever
-PAGE = 256  # entries looked up at once
 T = TypeVar("T")
-
-
-class Unreadable(CacheError):
-    """A record that was planned is not to be had: its file has gone, or is bad and has been put aside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +80,7 @@ class SsdStore:
             clock=clock,
             opened=self._opened,
         )
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="cache-reader")
-        # Files that are slow to come hold up no answer to what there is.
-        self._planners = ThreadPoolExecutor(1, thread_name_prefix="cache-planner")
-        self._lookup_lock = threading.Lock()
-        self._lookup: Lookup | None = None
-        self._counts_lock = threading.Lock()
-        self._read_counts: Counter[str] = Counter()
-        self._bad: dict[bytes, None] = {}  # what bad files continued
-        self._bad_of: Counter[bytes] = Counter()
+        self._reader = Reader(self._place, self._queue, self._writer, self._disk)
         self._models: dict[bytes, str] = {}
         self._writer.start()
 
@@ -116,8 +98,7 @@ class SsdStore:
 
     def stats(self) -> SsdStats:
         condition: Condition = self._writer.condition
-        with self._counts_lock:
-            counts = Counter(dict(self._writer.counts)) + self._read_counts
+        counts = Counter(dict(self._writer.files.counts)) + self._reader.counts()
         return SsdStats(
             state=condition.state,
             reason=condition.reason,
@@ -129,11 +110,11 @@ class SsdStore:
 
     def totals(self) -> Mapping[str, Totals]:
         """What each model has on disk, by name; nothing while the disk cannot be asked."""
-        return self._look(lambda lookup: lookup.totals()) or {}
+        return self._reader.look(lambda lookup: lookup.totals()) or {}
 
     def nodes(self, model: Model, limit: int) -> list[Node]:
         """Those of a model used last; on any thread that may wait."""
-        rows = self._look(lambda lookup: lookup.tree(model.identity.hex(), limit)) or []
+        rows = self._reader.look(lambda lookup: lookup.tree(model.identity.hex(), limit)) or []
         return [
             Node(
                 entry.key.hex(),
@@ -152,8 +133,7 @@ class SsdStore:
     def failures_of(self, model: str) -> tuple[int, int]:
         """How many of a model's writes were dropped and how many of its files were bad, since the start."""
         mine = [identity for identity, name in self._models.items() if name == model]
-        with self._counts_lock:
-            return sum(self._writer.dropped[each] for each in mine), sum(self._bad_of[each] for each in mine)
+        return sum(self._writer.files.dropped[each] for each in mine), sum(map(self._reader.bad_of, mine))
 
     # -- sessions, on any thread that may wait ------------------------------------------------------------------------
 
@@ -195,11 +175,22 @@ class SsdStore:
 
     def _chain(self, model: Model, tokens: Sequence[int]) -> Chain:
         specs = chain(model.identity, pack(tokens), (), model.block_size)
-        plan = self._plan(model, Standing(specs, 0, 0, len(tokens)))
+        plan = self._reader.plan(model, Standing(specs, 0, 0, len(tokens)))
         if not plan.position or any(step.record is not None for step in plan.steps):
             raise Unreadable(self._writer.condition.reason or "none of it could be kept on disk")
         held = tuple((step.kind, step.key) for step in plan.steps)
         return Chain(pack(tokens[: plan.position]), held, sum(step.nbytes for step in plan.steps))
+
+    def verify(self, model: str | None) -> tuple[int, int, int]:
+        """Sets index and files straight and reads every file; how many, how many bad, how much was put right.
+
+        On any thread that may wait. Raises Unavailable, OSError, sqlite3.Error.
+        """
+        return self._reader.verify(model)
+
+    def had_bad_file(self, parent: bytes) -> bool:
+        """Whether a file that continued the block of this key was found to be bad since the start."""
+        return self._reader.had_bad_file(parent)
 
     def clear(self, model: str | None) -> Future[int]:
         """Removes one model's files, or all, but for what sessions hold; gives the bytes."""
@@ -213,69 +204,21 @@ class SsdStore:
 
         return self.run(remove)
 
-    def verify(self, model: str | None) -> tuple[int, int, int]:
-        """Sets index and files straight and reads every file; how many, how many bad, how much was put right.
-
-        On any thread that may wait. Raises Unavailable, OSError, sqlite3.Error.
-        """
-        repaired = self.run(lambda volume: self._writer.sweep_now(volume)).result()
-        checked = bad = 0
-        for identity in self._look(lambda lookup: lookup.identities(model)) or []:
-            after = 0
-            while entries := self._look(partial(_page, identity, after)):
-                after = entries[-1].id
-                checked += len(entries)
-                bad += sum(not self._is_good(entry) for entry in entries)
-        return checked, bad, repaired + bad
-
-    def _is_good(self, entry: Entry) -> bool:
-        """Whether a file is what it should be; it is put aside if not. One that is just being removed is no matter."""
-        identity = bytes.fromhex(entry.identity)
-        try:
-            check(self._disk.read(self._place.file(entry.identity, entry.kind, entry.key)), identity, entry.key)
-        except FileNotFoundError:
-            return True
-        except BadFile as error:
-            self._put_aside(identity, entry.kind, entry.key, entry.parent, error)
-            return False
-        return True
-
     def close(self, within_s: float) -> int:
         """Writes what waits, for at most so long, and ends the threads; returns how many records were not written."""
         dropped = self._writer.close(within_s)
-        self._planners.shutdown(wait=False, cancel_futures=True)
-        self._readers.shutdown(wait=False, cancel_futures=True)
-        with self._lookup_lock:
-            if self._lookup is not None:
-                self._lookup.close()
+        self._reader.close()
         if dropped:
             log.warning("stopped before %d blocks of the cache were on disk; they will be computed again", dropped)
         return dropped
 
-    def settled(self, timeout_s: float) -> bool:
-        """Waits until index and files have been compared since the directory was opened, or cannot be."""
-        return self._writer.swept.wait(timeout_s)
-
     def run(self, errand: Callable[[Volume], T]) -> Future[T]:
         """Does something with the directory, on the writer thread. May raise Unavailable, OSError, sqlite3.Error."""
-        done: Future[T] = Future()
-
-        def run() -> None:
-            if not done.set_running_or_notify_cancel():
-                return
-            try:
-                done.set_result(errand(self._writer.volume))
-            except (CacheError, OSError, sqlite3.Error) as error:
-                done.set_exception(error)
-
-        self._queue.run(run)
-        return done
+        return self._writer.run(errand)
 
     def written(self) -> Future[None]:
-        """Done when everything offered so far has been written, refused or dropped."""
-        done: Future[None] = Future()
-        self._queue.run(lambda: self._writer.tell_when_idle(done))
-        return done
+        """Done when everything offered so far has been written, refused or dropped, and the files are set straight."""
+        return self._writer.written()
 
     # -- for the views ------------------------------------------------------------------------------------------------
 
@@ -286,101 +229,14 @@ class SsdStore:
         self._queue.used(keys)
 
     def submit_plan(self, model: Model, standing: Standing) -> Future[Plan]:
-        return self._planners.submit(self._plan, model, standing)
+        return self._reader.submit_plan(model, standing)
 
     def submit_read(self, model: Model, step: Step) -> Future[Record]:
-        return self._readers.submit(self._read, model, step)
-
-    def _plan(self, model: Model, standing: Standing) -> Plan:
-        """On the planner thread; an empty plan where the disk cannot be asked."""
-        plan = self._look(lambda lookup: Planner(model, lookup, self._queue).plan(standing))
-        return plan or Plan(position=standing.position)
-
-    def _read(self, model: Model, step: Step) -> Record:
-        """On a reader thread. Raises Unreadable."""
-        if step.record is not None:
-            return step.record
-        path = self._place.file(model.identity.hex(), step.kind, step.key)
-        try:
-            data = self._disk.read(path)
-            record = decode(data, model, step.key)
-            if isinstance(record, StoredCheckpoint) != (step.kind == CHECKPOINT):
-                raise BadFile("it is of another kind than its name says")
-        except FileNotFoundError as error:
-            self._count("lost")
-            self._forget(model.identity, step.kind, step.key)
-            raise Unreadable("its file has gone") from error
-        except OSError as error:
-            self._count("unreadable")
-            self._queue.run(self._writer.check)
-            raise Unreadable(error.strerror or "it cannot be read") from error
-        except BadFile as bad:
-            self._put_aside(model.identity, step.kind, step.key, step.parent, bad)
-            raise Unreadable(bad.reason) from bad
-        with self._counts_lock:
-            self._read_counts["read"] += 1
-            self._read_counts["read_bytes"] += len(data)
-        return record
-
-    def had_bad_file(self, parent: bytes) -> bool:
-        """Whether a file that continued the block of this key was found to be bad since the start."""
-        return parent in self._bad
-
-    def _put_aside(self, identity: bytes, kind: int, key: bytes, parent: bytes, bad: BadFile) -> None:
-        log.warning("a bad file of the cache is put aside: %s: %s", key.hex(), bad.reason)
-        with self._counts_lock:
-            self._read_counts["bad"] += 1
-            self._bad_of[identity] += 1
-            if len(self._bad) < MOST_BAD_REMEMBERED:
-                self._bad[parent] = None
-        self._forget(identity, kind, key)
-
-    def _forget(self, identity: bytes, kind: int, key: bytes) -> None:
-        """Has the writer take an entry out of the index, and its file, if there is one, out of the way."""
-
-        def forget(volume: Volume) -> None:
-            self._writer.suspects.add(identity)
-            entry = volume.index.find(identity.hex(), kind, key)
-            path = self._place.file(identity.hex(), kind, key)
-            if entry is not None:
-                volume.index.remove(entry)
-            if path.exists():
-                quarantine(self._place.directory, self._disk, path)
-
-        self.run(forget)
-
-    def _count(self, what: str) -> None:
-        with self._counts_lock:
-            self._read_counts[what] += 1
-
-    def _look(self, question: Callable[[Lookup], T]) -> T | None:
-        """Asks the index, through a connection that is made anew after a failure."""
-        with self._lookup_lock:
-            try:
-                if self._lookup is None:
-                    self._lookup = Lookup(self._place.index)
-                return question(self._lookup)
-            except sqlite3.Error as error:
-                if not isinstance(error, sqlite3.OperationalError):
-                    self._queue.run(self._writer.distrust_index)
-                lookup, self._lookup = self._lookup, None
-                if lookup is not None:
-                    lookup.close()
-                if self._writer.condition.state == "on":  # before that there may be none to ask
-                    self._count("index_failures")
-                return None
+        return self._reader.submit_read(model, step)
 
     def _opened(self, volume: Volume) -> None:
-        """The directory was opened (again): what was connected to another file of that name is let go."""
-        with self._lookup_lock:
-            if self._lookup is not None:
-                self._lookup.close()
-                self._lookup = None
+        self._reader.forget_index()
         self._sessions.opened(volume)
-
-
-def _page(identity: str, after: int, lookup: Lookup) -> list[Entry]:
-    return lookup.page(identity, after, PAGE)
 
 
 class ModelStore:

@@ -14,17 +14,17 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TypeVar
 
 from omlxd.cache.disk import Disk
-from omlxd.cache.ssd_format import BadFile, Model, Record, encode, missing_rows
-from omlxd.cache.ssd_index import ALIEN, Entry, entry_of
+from omlxd.cache.errors import CacheError
+from omlxd.cache.ssd_files import Files, Limits
+from omlxd.cache.ssd_format import Model, Record
 from omlxd.cache.ssd_queue import Job, WriteQueue, name_of
 from omlxd.cache.ssd_sweep import sweep
 from omlxd.cache.ssd_volume import Place, ReadOnly, Unavailable, Volume
-from omlxd.cache.store import BLOCK, CHECKPOINT, Name, StoredCheckpoint
+from omlxd.cache.store import Name
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +35,8 @@ REST = 3.0
 REFILL = 16  # records asked for again at once: errands wait for so many
 SETTLE_S = 0.5  # how long uses gather before they are written down
 
+T = TypeVar("T")
 Source = Callable[[Collection[Name]], Sequence[Record]]
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bytes that all models' files may have together, and that the disk must keep free."""
-
-    max_bytes: int
-    min_free_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +49,7 @@ class Condition:
 
 
 class Writer:
-    """Owns the volume. `condition` and `counts` are what others may read; `sources` they may add to."""
+    """Owns the volume. `condition` and the files' counts are what others may read; `sources` they may add to."""
 
     def __init__(
         self,
@@ -70,14 +63,9 @@ class Writer:
     ) -> None:
         """`opened` is called on the thread whenever the directory has been opened. `clock` gives Unix seconds."""
         self.condition = Condition()
-        self.counts: Counter[str] = Counter()
-        self.dropped: Counter[bytes] = Counter()  # by model
-        # Models that had a bad file: what is computed again of theirs takes the place of what the index says is there.
-        self.suspects: set[bytes] = set()
+        self.files = Files(place, limits, disk, clock)
         self.sources: dict[bytes, tuple[Model, Source]] = {}
-        self.swept = threading.Event()
         self._place = place
-        self._limits = limits
         self._queue = queue
         self._disk = disk
         self._clock = clock
@@ -101,6 +89,27 @@ class Writer:
         self._queue.run(lambda: self._stop(deadline))
         self._thread.join(within_s + 1.0)  # a drive that hangs holds the thread, and must not hold the daemon
         return self._queue.left
+
+    def run(self, errand: Callable[[Volume], T]) -> Future[T]:
+        """Does something with the directory, on the thread. The future may have CacheError, OSError, sqlite3.Error."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                done.set_result(errand(self.volume))
+            except (CacheError, OSError, sqlite3.Error) as error:
+                done.set_exception(error)
+
+        self._queue.run(run)
+        return done
+
+    def written(self) -> Future[None]:
+        """Done when everything offered so far has been written, refused or dropped, and the files are set straight."""
+        done: Future[None] = Future()
+        self._queue.run(lambda: self._told_when_idle.append(done))
+        return done
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -142,10 +151,6 @@ class Writer:
             self._queue.wait(None)
             self._queue.rest(SETTLE_S)  # the uses of a busy moment become one transaction
 
-    def tell_when_idle(self, done: Future[None]) -> None:
-        """An errand: `done` is set when there is nothing left to write, or no directory to write to."""
-        self._told_when_idle.append(done)
-
     def _tell_idle(self) -> None:
         told, self._told_when_idle = self._told_when_idle, []
         for done in told:
@@ -175,8 +180,8 @@ class Writer:
             self._pause(error.reason)
             return False
         self._index_is_broken = False
-        self.counts["index_rebuilt"] += self._volume.index_was_lost
-        self._sweep = sweep(self._volume, self._disk, self.counts)
+        self.files.counts["index_rebuilt"] += self._volume.index_was_lost
+        self._sweep = sweep(self._volume, self._disk, self.files.counts)
         self._opened(self._volume)
         self._good()
         return True
@@ -198,7 +203,6 @@ class Writer:
         self.condition = Condition(state, reason, self.condition.used_bytes)
         self._retry_at = self._clock() + RETRY_S[min(self._failures, len(RETRY_S) - 1)]
         self._failures += 1
-        self.swept.set()
 
     def _trouble(self, error: Exception) -> None:
         """The disk or the index failed: closes them, to begin again later."""
@@ -209,7 +213,7 @@ class Writer:
             error, sqlite3.OperationalError
         )
         self._must_prove = True
-        self.counts["failures"] += 1
+        self.files.counts["failures"] += 1
         self._queue.miss()
         volume, self._volume, self._sweep = self._volume, None, None
         if volume is not None:
@@ -239,7 +243,7 @@ class Writer:
     def _write_one(self, job: Job) -> None:
         volume = self._there()
         volume.index.begin()
-        written = self._write(volume, job)
+        written = self.files.write(volume, job)
         volume.index.commit()
         self._good(written=written)
 
@@ -249,92 +253,6 @@ class Writer:
             raise FileNotFoundError(errno.ENOENT, "the directory has gone", str(self._place.directory))
         return volume
 
-    def _write(self, volume: Volume, job: Job) -> bool:
-        """Whether a file was written; not when there is one already, or no room."""
-        model, record = job.model, job.record
-        identity = model.identity.hex()
-        kind, key = name_of(record)
-        now = self._clock()
-        there = volume.index.find(identity, kind, key)
-        is_good = model.identity not in self.suspects
-        if there is not None and is_good and there.gaps <= missing_rows(record):
-            volume.index.use([key], now)
-            return False
-        try:
-            parts = encode(record, model)
-        except BadFile as bad:
-            log.error("a block cannot be written: %s", bad.reason)
-            self._drop(model)
-            return False
-        size = sum(len(part) for part in parts)
-        volume.index.use([record.parent], now)  # it must not go to make room for what continues it
-        if not self._make_room(volume, size):
-            self._drop(model)
-            return False
-        path, part = self._place.file(identity, kind, key), self._place.part(identity, kind, key)
-        volume.make_directory(identity)
-        self._put(part, path, parts)
-        entry = entry_of(
-            record.spec,
-            record.parent,
-            identity=identity,
-            is_checkpoint=isinstance(record, StoredCheckpoint),
-            gaps=missing_rows(record),
-            nbytes=size,
-        )
-        volume.index.add(entry, used=now, pictures=bool(record.spec.spans))
-        self.counts["written"] += 1
-        if kind == BLOCK and not entry.gaps and not record.spec.spans:
-            for shorter in volume.index.superseded(entry):
-                self.remove(volume, shorter)
-        return True
-
-    def _drop(self, model: Model, count: int = 1) -> None:
-        self.counts["dropped"] += count
-        self.dropped[model.identity] += count
-
-    def _put(self, part: Path, path: Path, parts: Sequence[bytes]) -> None:
-        """A reader sees the whole file or none. It is not synced: after a power cut its digest tells what was lost."""
-        done = False
-        try:
-            self._disk.write(part, parts)
-            self._disk.rename(part, path)
-            done = True
-        finally:
-            if not done:
-                part.unlink(missing_ok=True)
-
-    def _make_room(self, volume: Volume, size: int) -> bool:
-        """Removes what was used longest ago until `size` more bytes are within both limits."""
-        while self._lacks_room(volume, size):
-            victim = volume.index.oldest() if size <= self._limits.max_bytes else None
-            if victim is None:
-                return False
-            self.remove(volume, victim)
-            self.counts["evicted"] += 1
-        return True
-
-    def _lacks_room(self, volume: Volume, size: int) -> bool:
-        if volume.index.used_bytes + size > self._limits.max_bytes:
-            return True
-        return self._disk.free_bytes(self._place.directory) - size < self._limits.min_free_bytes
-
-    def remove(self, volume: Volume, entry: Entry) -> int:
-        """Takes one entry and its file away; returns its bytes."""
-        volume.index.remove(entry)
-        for kind in (BLOCK, CHECKPOINT) if entry.kind == ALIEN else (entry.kind,):
-            with suppress(FileNotFoundError):
-                self._disk.remove(self._place.file(entry.identity, kind, entry.key))
-        return entry.nbytes
-
-    def remove_all(self, volume: Volume, identity: str) -> int:
-        """Takes away everything of one model that nothing holds; returns its bytes."""
-        volume.index.begin()
-        freed = sum(self.remove(volume, entry) for entry in volume.index.unpinned(identity))
-        volume.index.commit()
-        self._good()
-        return freed
-
     def sweep_now(self, volume: Volume) -> int:
         """Sets index and files straight at once; returns how much there was to do."""
         counts: Counter[str] = Counter()
@@ -342,8 +260,21 @@ class Writer:
         for _ in sweep(volume, self._disk, counts):
             pass
         volume.index.commit()
-        self.counts.update({name: counts[name] for name in counts if name not in ("foreign", "incompatible")})
+        self.files.counts.update({name: counts[name] for name in counts if name not in ("foreign", "incompatible")})
         return counts["files_without_entry"] + counts["entries_without_file"] + counts["leftovers"] + counts["bad"]
+
+    @property
+    def volume(self) -> Volume:
+        """For errands. Raises Unavailable while there is none."""
+        if self._volume is None and not self._open():
+            raise Unavailable(self.condition.reason or "the cache on disk is not open")
+        return self._there()
+
+    def remove_all(self, volume: Volume, identity: str) -> int:
+        """An errand: takes away everything of one model that nothing holds; returns its bytes."""
+        freed = self.files.remove_all(volume, identity)
+        self._good()
+        return freed
 
     # -- when there is nothing to write -------------------------------------------------------------------------------
 
@@ -353,8 +284,7 @@ class Writer:
         self._volume.index.begin()
         if next(self._sweep, self) is self:
             self._sweep = None
-            self._make_room(self._volume, 0)
-            self.swept.set()
+            self.files.make_room(self._volume, 0)
         self._volume.index.commit()
         self._good()
         return True
@@ -368,11 +298,11 @@ class Writer:
             if names:
                 self._write_again(model, names, source(names))
                 return True
-        self.counts["dropped"] += self._queue.forget_missed(self.sources)
+        self.files.counts["dropped"] += self._queue.forget_missed(self.sources)
         return False
 
     def _write_again(self, model: Model, names: Collection[Name], records: Sequence[Record]) -> None:
-        self._drop(model, len(names) - len(records))
+        self.files.drop(model, len(names) - len(records))
         for index, record in enumerate(records):
             if self._stop_at is not None and self._clock() >= self._stop_at:
                 self._queue.note_missed(model.identity, [name_of(rest) for rest in records[index:]])
@@ -387,15 +317,6 @@ class Writer:
             self._volume.index.begin()
             self._volume.index.use(used, self._clock())
             self._volume.index.commit()
-
-    # -- errands ------------------------------------------------------------------------------------------------------
-
-    @property
-    def volume(self) -> Volume:
-        """For errands. Raises Unavailable while there is none."""
-        if self._volume is None and not self._open():
-            raise Unavailable(self.condition.reason or "the cache on disk is not open")
-        return self._there()
 
 
 def _said(error: Exception) -> str:

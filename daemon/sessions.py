@@ -259,7 +259,7 @@ def _restored(tokens: Sequence[int], cache: PrefixCache) -> Hit:
 
 
 def _write(path: Path, hit: Hit, tokens: Sequence[int]) -> int:
-    from omlxd.cache.ssd import Unreadable
+    from omlxd.cache.ssd_reader import Unreadable
     from omlxd.engine import session_file
 
     if hit.num_tokens < len(tokens):

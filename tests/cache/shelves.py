@@ -15,8 +15,9 @@ from omlxd.cache.keys import MediaSpan
 from omlxd.cache.layouts import Leaf, ModelLayout
 from omlxd.cache.prefix import PrefixCache
 from omlxd.cache.sessions import Quota
-from omlxd.cache.ssd import ModelStore, SsdStore, Unreadable
+from omlxd.cache.ssd import ModelStore, SsdStore
 from omlxd.cache.ssd_format import Model
+from omlxd.cache.ssd_reader import Unreadable
 from tests.cache.running import BLOCK, PLENTY, model
 
 WAIT_S = 60.0

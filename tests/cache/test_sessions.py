@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from omlxd.cache.sessions import NoSuchSession, Quota, SessionIsThere, TooManySessions
-from omlxd.cache.ssd import Unreadable
 from omlxd.cache.ssd_format import Model
+from omlxd.cache.ssd_reader import Unreadable
 from omlxd.cache.ssd_volume import INDEX
 from tests.cache.running import PLENTY, generate, prompt
 from tests.cache.shelves import flush, of_model, open_store
@@ -62,7 +62,7 @@ def test_what_a_session_holds_is_never_evicted_or_cleared(tmp_path, index_is_los
             path.unlink()
         open_store(tmp_path).close(30)
     store = open_store(tmp_path, max_bytes=2 * one)
-    assert store.settled(30)
+    flush(store)
     here = of_model(store, "llama")
     for seed in range(1, 6):
         generate("llama", here.cache, prompt(64, seed), n=2)

@@ -43,7 +43,7 @@ def fill(home: Path, name: str = "llama", tokens=TOKENS, **changes) -> None:
 def ask(home: Path, name: str = "llama", tokens=TOKENS, **changes):
     """Asks again in a new process, as it were; the run, which must be the cold one, and the tier's numbers."""
     store = open_store(home, **changes)
-    assert store.settled(30)
+    flush(store)
     here = of_model(store, name)
     here.fetch(tokens)
     run = generate(name, here.cache, tokens, n=2)
@@ -164,7 +164,7 @@ def test_an_index_that_breaks_while_it_is_used_is_made_again(tmp_path):
     clock = Clock()
     fill(tmp_path)
     store = open_store(tmp_path, clock=clock)
-    assert store.settled(30)
+    flush(store)
     index = tmp_path / "cache" / INDEX
     data = index.read_bytes()
     index.write_bytes(data[:100] + b"\xff" * (len(data) - 100))
@@ -175,7 +175,6 @@ def test_an_index_that_breaks_while_it_is_used_is_made_again(tmp_path):
         flush(store)
         clock.now += 1000
     flush(store)
-    assert store.settled(30)
     fresh = of_model(store, "llama")
     fresh.fetch(TOKENS)
     assert fresh.cache.match_length(TOKENS) == len(TOKENS) - 1
@@ -391,7 +390,6 @@ def test_a_lowered_cap_takes_effect_and_recency_outlives_a_restart(tmp_path):
     here.cache.lookup(prompt(64, 0)).release()
     store.close(30)
     store = open_store(tmp_path, max_bytes=2 * one + 100, clock=lambda: 1.7e9 + 20)
-    assert store.settled(30)
     flush(store)
     assert size_of(tmp_path) <= 2 * one + 100
     found = []
@@ -425,7 +423,7 @@ def test_files_of_another_schema_are_inside_the_cap_and_go_first(tmp_path):
     (tmp_path / "cache" / INDEX).unlink()
     old = size_of(tmp_path)
     store = open_store(tmp_path, max_bytes=old + 100)
-    assert store.settled(30)
+    flush(store)
     assert store.stats().counts["incompatible"] == len(files(tmp_path))
     here = of_model(store, "llama", root=b"\1" * 32)
     generate("llama", here.cache, prompt(64, 1), n=2)
@@ -477,7 +475,7 @@ def test_a_start_opens_no_block_file_and_neither_does_a_second_model(tmp_path):
     fill(tmp_path)
     disk = Counting()
     store = open_store(tmp_path, disk=disk)
-    assert store.settled(30)
+    flush(store)
     of_model(store, "llama")
     of_model(store, "llama", root=b"\1" * 32)
     flush(store)

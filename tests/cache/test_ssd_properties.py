@@ -103,7 +103,7 @@ class Restarts(RuleBasedStateMachine):
         for path in self.home.glob("cache/index.sqlite*"):
             path.unlink()
         self._open()
-        assert self.store.settled(30)
+        flush(self.store)
 
     def teardown(self):
         self.store.close(30)
