@@ -2,7 +2,8 @@
 
 For tests of every room that needs a model that sees; the calling thread owns what it gets. Nothing is downloaded,
 everything is seeded and fp32. A folder that `write` makes is opened by mlx-vlm's own `load`, without torch, torchvision
-or a network: the processors of Qwen's families are mlx-vlm's, in numpy.
+or a network: mlx-vlm has processors of its own for all of these, in numpy for Qwen's; for the others they use the image
+processors that transformers 5 keeps in a Pillow variant.
 
 The tokenizer is that of tests/models.py (a byte is a token) with the family's own special tokens in place of its first
 pieces. No model ever says one of these: their rows of the head are zero, so an answer never holds a picture.
@@ -23,13 +24,14 @@ import mlx_vlm
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_vlm.generate.ar import generate_step
-from mlx_vlm.utils import get_model_and_args, prepare_inputs, update_module_configs
+from mlx_vlm.utils import get_model_and_args, update_module_configs
 from PIL import Image
 from tokenizers import AddedToken
 
-from tests.models import CONTEXT, END_OF_TEXT, FIRST_PIECE, IM_END, SPECIAL, VOCABULARY, byte_tokenizer
+from tests.models import CONTEXT, END_OF_TEXT, FIRST_PIECE, IM_END, SPECIAL, VOCABULARY, WINDOW, byte_tokenizer
 
-QWEN_UNIT = 28  # pixels along one side that become one token
+QWEN_UNIT = 28  # pixels along one side that become one token of Qwen's
+PATCH = 7  # pixels along one side of a patch of the others
 _CHAT_TEMPLATE = (
     "{%% for message in messages %%}<|im_start|>{{ message['role'] }}\n"
     "{%% if message['content'] is string %%}{{ message['content'] }}{%% else %%}{%% for part in message['content'] %%}"
@@ -110,8 +112,109 @@ def _qwen(model_type: str, **vision: Any) -> TinyVision:
     return TinyVision(config, _QWEN_SPECIALS, "<|image_pad|>", marker, preprocessor)
 
 
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "num_channels": 3,
+    "patch_size": PATCH,
+}
+
+
+def _gemma() -> TinyVision:
+    """Nine tokens a picture, six by six patches averaged two by two; every other layer sees a window of 16."""
+    begin, soft, end = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
+    side = 6 * PATCH
+    text = {
+        "model_type": "gemma3_text",
+        **_TEXT,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": WINDOW,
+        "sliding_window_pattern": 2,
+        "mm_tokens_per_image": 9,
+    }
+    config = {
+        "model_type": "gemma3",
+        **_ENDS,
+        "hidden_size": _TEXT["hidden_size"],
+        "vocab_size": VOCABULARY,
+        "image_token_index": FIRST_PIECE + 1,
+        "mm_tokens_per_image": 9,
+        "text_config": text,
+        "vision_config": {"model_type": "siglip_vision_model", **_TOWER, "image_size": side},
+    }
+    return TinyVision(
+        config,
+        (begin, soft, end),
+        soft,
+        begin,
+        {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": side, "width": side}},
+        tokenizer_config={"extra_special_tokens": {"boi_token": begin, "image_token": soft, "eoi_token": end}},
+        scale=0.5,  # what the layers add is normed, and must outweigh the embedding, with which the head is tied
+        processor_config={"image_seq_length": 9},
+    )
+
+
+def _idefics(model_type: str, tower_type: str) -> TinyVision:
+    """Four tokens a tile: a square picture becomes two by two tiles and itself, a very flat one two and itself."""
+    tiles = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+    specials = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *tiles)
+    side = 4 * PATCH
+    config = {
+        "model_type": model_type,
+        **_ENDS,
+        "vocab_size": VOCABULARY,
+        "scale_factor": 2,
+        "image_token_id": FIRST_PIECE,
+        "text_config": {"model_type": "llama", **_TEXT},
+        "vision_config": {"model_type": tower_type, **_TOWER, "image_size": side},
+    }
+    preprocessor = {
+        "image_processor_type": "SmolVLMImageProcessor" if model_type == "smolvlm" else "Idefics3ImageProcessor",
+        "size": {"longest_edge": 2 * side},
+        "max_image_size": {"longest_edge": side},
+    }
+    return TinyVision(config, specials, "<image>", "<image>", preprocessor, processor_config={"image_seq_len": 4})
+
+
+def _llava() -> TinyVision:
+    """Nine tokens a picture of whatever size: three by three patches, and CLIP's class token left out."""
+    side = 3 * PATCH
+    config = {
+        "model_type": "llava",
+        **_ENDS,
+        "vocab_size": VOCABULARY,
+        "image_token_index": FIRST_PIECE,
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+        "text_config": {"model_type": "llama", **_TEXT},
+        "vision_config": {"model_type": "clip_vision_model", **_TOWER, "image_size": side},
+    }
+    preprocessor = {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": side},
+        "crop_size": {"height": side, "width": side},
+    }
+    processor = {"patch_size": PATCH, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    return TinyVision(config, ("<image>",), "<image>", "<image>", preprocessor, processor_config=processor)
+
+
 FAMILIES: Mapping[str, TinyVision] = {
     "qwen2_vl": _qwen("qwen2_vl", embed_dim=32, hidden_size=64, mlp_ratio=2),
+    "qwen2_5_vl": _qwen(  # the first block sees windows of two by two tokens, the second everything
+        "qwen2_5_vl",
+        hidden_size=32,
+        out_hidden_size=64,
+        intermediate_size=48,
+        window_size=2 * QWEN_UNIT,
+        fullatt_block_indexes=[1],
+    ),
+    "gemma3": _gemma(),
+    "smolvlm": _idefics("smolvlm", "smolvlm_vision"),
+    "idefics3": _idefics("idefics3", "idefics3_vision"),
+    "llava": _llava(),
 }
 
 
@@ -235,9 +338,12 @@ def user(*parts: str | None) -> Message:
 
 
 def inputs_of(processor: Any, messages: Sequence[Message], images: Sequence[Image.Image]) -> dict[str, mx.array]:
-    """What mlx-vlm's processor makes of a conversation: `input_ids` (1, length) and the pictures' arrays."""
-    text = processor.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    return dict(prepare_inputs(processor, images=list(images) or None, prompts=text))
+    """What mlx-vlm's processor makes of a conversation: `input_ids` (1, length) and the pictures' arrays.
+
+    The processor is called with nothing else, since LLaVA's hands any other argument to its image processor, too.
+    """
+    text = processor.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    return dict(processor(text=[text], images=list(images) or None))
 
 
 def ids_of(processor: Any, messages: Sequence[Message], images: Sequence[Image.Image]) -> list[int]:
