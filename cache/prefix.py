@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from omlxd.cache.entries import Block, Checkpoint, Match
 from omlxd.cache.explain import Explanation, explanation
 from omlxd.cache.hot import HotTier
 from omlxd.cache.keys import BlockSpec, MediaSpan, chain, pack, unpack
 from omlxd.cache.layouts import Leaf, ModelLayout
 from omlxd.cache.pieces import join
 from omlxd.cache.store import BlockStore, Name, StoredBlock, StoredCheckpoint
-from omlxd.cache.tree import Block, Checkpoint, Match, PrefixTree
+from omlxd.cache.tree import PrefixTree
 from omlxd.cache.tree_view import Node
 from omlxd.cache.writer import Writer
 

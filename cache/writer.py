@@ -8,17 +8,19 @@ builds on is pinned. Caches are read and left as they are.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import mlx.core as mx
 
+from omlxd.cache.cutting import Job, is_better, pieces_of
+from omlxd.cache.entries import Block, Checkpoint, block_nbytes, states_nbytes
 from omlxd.cache.errors import CacheInvariantError
 from omlxd.cache.hot import Entry, HotTier
 from omlxd.cache.keys import BlockSpec, MediaSpan, chain, first_tokens, pack
-from omlxd.cache.layouts import Held, Leaf, ModelLayout, State
-from omlxd.cache.pieces import Piece, completed, cut
+from omlxd.cache.layouts import Leaf, ModelLayout
+from omlxd.cache.pieces import Piece
 from omlxd.cache.store import BLOCK, CHECKPOINT, BlockStore, Name, StoredBlock, StoredCheckpoint
-from omlxd.cache.tree import Block, Checkpoint, PrefixTree, block_nbytes
+from omlxd.cache.tree import PrefixTree
 from omlxd.cache.tree_view import Node
 
 
@@ -29,19 +31,6 @@ class WriterCounts:
     blocks: int = 0
     checkpoints: int = 0
     refused: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """A block to be cut: new, or the stored `block`, whose gaps may now be filled.
-
-    `donor` are the pieces of a block whose first `shared` tokens are the same.
-    """
-
-    spec: BlockSpec
-    block: Block | None = None
-    donor: Sequence[Piece] = ()
-    shared: int = 0
 
 
 class Writer:
@@ -119,35 +108,35 @@ class Writer:
                 self._tier.touch_locked(block)
                 self._tier.pin_locked(block)
                 path.append(block)
-        cuts = [(job, _pieces(job, held)) for job in jobs]
+        cuts = [(job, pieces_of(job, held)) for job in jobs]
         changed = self._linked(path, cuts)
         self._computed(changed)
         return len(changed)
 
-    def _plan(self, specs: Sequence[BlockSpec]) -> tuple[list[Block], list[_Job]]:
+    def _plan(self, specs: Sequence[BlockSpec]) -> tuple[list[Block], list[Job]]:
         """The blocks that are there already, and what is to be cut, both in order."""
         path: list[Block] = []
-        jobs: list[_Job] = []
+        jobs: list[Job] = []
         for spec in specs:
             block = self._tree.covering(path, spec)
             if block is None:
                 donor, run = self._tree.donor(path, spec) or (None, 0)
-                missing = [_Job(spec, None, donor.pieces if donor else (), run)]
-                return path, [*jobs, *missing, *(_Job(later) for later in specs[len(path) + 1 :])]
+                missing = [Job(spec, None, donor.pieces if donor else (), run)]
+                return path, [*jobs, *missing, *(Job(later) for later in specs[len(path) + 1 :])]
             if block.gaps and block.spec.key != spec.key:  # longer than this partial block, and worse
-                return path, [*jobs, _Job(spec, None, block.pieces, spec.num_tokens)]
+                return path, [*jobs, Job(spec, None, block.pieces, spec.num_tokens)]
             if block.gaps:
-                jobs.append(_Job(spec, block, block.pieces, spec.num_tokens))
+                jobs.append(Job(spec, block, block.pieces, spec.num_tokens))
             path.append(block)
         return path, jobs
 
-    def _linked(self, path: list[Block], cuts: Sequence[tuple[_Job, list[Piece]]]) -> list[Block]:
+    def _linked(self, path: list[Block], cuts: Sequence[tuple[Job, list[Piece]]]) -> list[Block]:
         """Makes room for the cut blocks and links them, as far as they fit. Extends `path`; what is new is pinned."""
         changed: list[Block] = []
         gone: list[Entry] = []
         with self._tier.lock:
             for job, pieces in cuts:
-                if job.block is not None and not _better(pieces, job.block):
+                if job.block is not None and not is_better(pieces, job.block):
                     continue
                 before = job.block.nbytes if job.block else 0
                 fits, evicted = self._tier.make_room_locked(block_nbytes(job.spec, pieces) - before)
@@ -161,7 +150,7 @@ class Writer:
         del gone  # outside the lock: this frees arrays
         return changed
 
-    def _link(self, path: list[Block], job: _Job, pieces: Sequence[Piece]) -> Block:
+    def _link(self, path: list[Block], job: Job, pieces: Sequence[Piece]) -> Block:
         if job.block is not None:
             self._tree.replace(job.block, pieces)
             return job.block
@@ -200,7 +189,7 @@ class Writer:
                 return True
         states = self._layout.checkpoint(caches)
         mx.eval(states)
-        nbytes = _states_nbytes(states)
+        nbytes = states_nbytes(states)
         with self._tier.lock:
             fits, gone = self._tier.make_room_locked(nbytes)
             stored = fits and block.alive and not self._tree.closed
@@ -259,7 +248,7 @@ class Writer:
     ) -> list[Entry]:
         if record.spec.stop in block.checkpoints:
             return []
-        nbytes = _states_nbytes(record.states)
+        nbytes = states_nbytes(record.states)
         self._tier.pin_locked(block)
         fits, gone = self._tier.make_room_locked(nbytes)
         if fits:
@@ -311,27 +300,3 @@ class Writer:
 
     def _parent_key(self, block: Block) -> bytes:
         return block.parent.spec.key if block.parent else self._root
-
-
-def _states_nbytes(states: Sequence[State]) -> int:
-    return sum(slot.nbytes for state in states for slot in state if slot is not None)
-
-
-def _pieces(job: _Job, held: Sequence[Held]) -> list[Piece]:
-    """The block's pieces, lazy: what the caches hold of it, completed from the donor, each an array of its own."""
-    donors: Sequence[Piece | None] = job.donor or [None] * len(held)
-    return [_piece(job, leaf, donor) for leaf, donor in zip(held, donors, strict=True)]
-
-
-def _piece(job: _Job, held: Held, donor: Piece | None) -> Piece:
-    piece = cut(held, job.spec.start, job.spec.stop)
-    if donor is not None:
-        piece = completed(piece, donor, job.shared)
-        if job.block is not None and len(donor.gap) <= len(piece.gap):
-            return donor  # what is stored already is as good
-    # A slice would keep the whole cache's buffer alive, and make the cache copy it at its next write.
-    return replace(piece, arrays=tuple(mx.contiguous(array) for array in piece.arrays))
-
-
-def _better(pieces: Sequence[Piece], block: Block) -> bool:
-    return sum(len(p.gap) for p in pieces) < sum(len(p.gap) for p in block.pieces)

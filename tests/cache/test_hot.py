@@ -9,10 +9,10 @@ import mlx.core as mx
 import pytest
 
 from omlxd.cache.children import Children
+from omlxd.cache.entries import Block, Checkpoint
 from omlxd.cache.errors import CacheInvariantError
 from omlxd.cache.hot import HotTier
 from omlxd.cache.keys import chain, pack
-from omlxd.cache.tree import Block, Checkpoint
 from tests.cache.running import PLENTY
 from tests.cache.synthetic import feed, full, hybrid, new_cache, windowed
 
