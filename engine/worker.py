@@ -26,6 +26,7 @@ from omlxd.engine.api import (
     ShuttingDown,
 )
 from omlxd.engine.batch import Batch, Caches, InterleavedBatch, MergedBatch, RowFailed, RowToken
+from omlxd.engine.decoder import direct
 from omlxd.engine.fetching import Fetching
 from omlxd.engine.following import Following
 from omlxd.engine.guard import MemoryGuard
@@ -75,6 +76,7 @@ class Worker:
         guard: MemoryGuard | None = None,
     ) -> None:
         self._loaded = loaded
+        self._decoder = direct(loaded.tokenizer)
         self._limits = limits
         self._inbox = inbox
         self._emit = emit
@@ -167,7 +169,7 @@ class Worker:
         return [*self._line, *self._fetching.requests, *self._placed()]
 
     def _take_in(self, job: Job) -> None:
-        request = Request(job, self._loaded.tokenizer, self._clock)
+        request = Request(job, self._decoder, self._clock)
         self._line.add(request)
         refused = self._memory.refusal(request)
         if refused is not None:
@@ -341,7 +343,7 @@ class Worker:
         for row in tokens:
             request = self._rows[row.id]
             self._meter.drew(request)
-            deltas, reason = request.accept(row.token_id, logprob(row, request.job.logprobs, self._loaded.tokenizer))
+            deltas, reason = request.accept(row.token_id, logprob(row, request.job.logprobs, self._decoder))
             for delta in deltas:
                 self._say(request, delta)
             failure = request.failure
@@ -440,7 +442,7 @@ class Worker:
     def _end_all(self, failure: str | None) -> None:
         for command in self._inbox.take(wait=False):
             if isinstance(command, Submit):
-                self._line.add(Request(command.job, self._loaded.tokenizer, self._clock))
+                self._line.add(Request(command.job, self._decoder, self._clock))
         for request in self._live():
             if failure is not None:
                 self._end(request, State.FAILED, EngineFailed(request.job.model, failure))
