@@ -119,6 +119,8 @@ class Answer:
         return not end or self._decoder.decode([end_id], skip_special_tokens=False) == end
 
     def _parts(self, pieces: Sequence[Piece]) -> list[Part]:
+        if len(pieces) == 1 and pieces[0].marker is None and not self.stopped:
+            return self._of_text(pieces[0])  # nearly every token
         parts: list[Part] = []
         for piece in pieces:
             if self.stopped:

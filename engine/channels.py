@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from omlxd.engine.text import Finder
 
 
-class State(enum.Enum):
+class State(enum.StrEnum):  # not a plain enum: its hash is a function in Python, and every token looks up a few
     """Where in an answer the text is. HEADER is a message's head, whose text is nobody's."""
 
     CONTENT = "content"
@@ -98,6 +98,9 @@ class Separator:
         if control:
             self._control.append((len(self._held), len(self._held) + len(text)))
         self._held += text
+        if self.state not in self._exits:
+            piece = self._piece(len(self._held))
+            return [piece] if piece.text or piece.raw else []
         pieces: list[Piece] = []
         more = True
         while more:
@@ -175,4 +178,5 @@ class Separator:
 
     def _skip(self, size: int) -> None:
         self._held = self._held[size:]
-        self._control = [(max(start - size, 0), stop - size) for start, stop in self._control if stop > size]
+        if self._control:
+            self._control = [(max(start - size, 0), stop - size) for start, stop in self._control if stop > size]
