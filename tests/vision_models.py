@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx_vlm
 import numpy as np
+from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_vlm.generate.ar import generate_step
 from mlx_vlm.utils import get_model_and_args, update_module_configs
@@ -222,7 +222,7 @@ FAMILIES: Mapping[str, TinyVision] = {
 # Weights
 
 
-def build(family: str, seed: int = 0) -> nn.Module:
+def build(family: str, seed: int = 0) -> Module:
     """The model as mlx-vlm makes it from the configuration, with weights drawn from their path and the seed alone."""
     tiny = FAMILIES[family]
     config = json.loads(json.dumps(tiny.config))  # mlx-vlm writes into what it is given

@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx_lm.models.cache as lm_cache
 import mlx_vlm.models.cache as vlm_cache
+import numpy as np
 import pytest
+from mlx.nn.layers.base import Module
 from mlx_lm.generate import PromptProcessingBatch
 from mlx_vlm.utils import prepare_inputs
 
 from tests.models import WINDOW
-from tests.vision_models import FAMILIES, Message, Seeing, cold_run, inputs_of, load, picture, user, write
+from tests.vision_models import FAMILIES, Message, Seeing, cold_run, ids_of, inputs_of, load, picture, user, write
 
 NOISE = 1e-4
 MROPE = {"qwen2_vl", "qwen2_5_vl"}
@@ -97,6 +98,11 @@ def _logprobs(logits: mx.array) -> mx.array:
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
+def _places(ids: mx.array, family: str) -> list[int]:
+    """Where in the ids (1, length) a row of a picture's features stands."""
+    return [int(place) for place in np.flatnonzero(np.array(ids)[0] == FAMILIES[family].picture_token_id)]
+
+
 def _apart(one: mx.array, other: mx.array) -> float:
     return float(mx.abs(one - other).max())
 
@@ -110,20 +116,16 @@ def test_embeddings_are_one_row_per_token_and_text_has_the_models_own(seeing: Se
     language = seeing.model.language_model
     words = language.embed_tokens if family in ("smolvlm", "idefics3") else language.model.embed_tokens
     assert seen.embeddings.shape == (1, seen.ids.shape[1], 64)
-    of_picture = (seen.ids == FAMILIES[family].picture_token_id)[0]
-    moved = mx.abs(seen.embeddings - words(seen.ids))[0].max(axis=-1) > 0
-    assert moved.tolist() == of_picture.tolist()
+    moved = np.array(mx.abs(seen.embeddings - words(seen.ids))[0].max(axis=-1))
+    assert [int(place) for place in np.flatnonzero(moved)] == _places(seen.ids, family)
 
 
 def test_embeddings_of_a_later_picture_do_not_depend_on_an_earlier_one(seeing: Seeing, family: str) -> None:
     first, second = _two()
     both = _see(seeing, TWO, [first, second])
-    of_picture = (both.ids == FAMILIES[family].picture_token_id)[0].tolist()
     alone = _see(seeing, [user(None)], [second])
-    tokens = [
-        i for i, is_picture in enumerate((alone.ids == FAMILIES[family].picture_token_id)[0].tolist()) if is_picture
-    ]
-    last = [i for i, is_picture in enumerate(of_picture) if is_picture][-len(tokens) :]
+    tokens = _places(alone.ids, family)
+    last = _places(both.ids, family)[-len(tokens) :]
     assert _apart(both.embeddings[:, mx.array(last)], alone.embeddings[:, mx.array(tokens)]) < NOISE
 
 
@@ -131,9 +133,8 @@ def test_features_computed_before_stand_in_for_the_tower(seeing: Seeing, family:
     """`cached_image_features` take the place of what the projector returns, row for row, in the ids' order."""
     inputs = inputs_of(seeing.processor, TWO, _two())
     ids, pixels, mask = (inputs.pop(name) for name in ("input_ids", "pixel_values", "attention_mask"))
-    of_picture = [i for i, token in enumerate(ids[0].tolist()) if token == FAMILIES[family].picture_token_id]
     plain = seeing.model.get_input_embeddings(ids, pixels, mask=mask, **inputs).inputs_embeds
-    rows = plain[0, mx.array(of_picture)]
+    rows = plain[0, mx.array(_places(ids, family))]
     if family == "gemma3":
         rows = rows * 64**0.5  # it scales them down, and the language model up again
     features = rows[None] if family in ("gemma3", "llava") else rows
@@ -224,7 +225,7 @@ def test_without_positions_a_call_goes_by_what_the_last_request_left(name: str, 
     assert _apart(step, right.logits[0, -1]) > 100 * NOISE
 
 
-class _Decoding(nn.Module):
+class _Decoding(Module):
     """A vision model's language model as mlx-lm's batches call it; each row's own delta goes with every step."""
 
     def __init__(self, seeing: Seeing, deltas: Sequence[int] | None) -> None:
@@ -257,7 +258,7 @@ def test_rows_of_text_and_of_other_pictures_decode_together_on_mlx_lms_caches(se
         rows.append(caches)
     model = _Decoding(seeing, [one.delta for one in seen] if family in MROPE else None)
     prompts = PromptProcessingBatch(model, list(range(3)), rows, max_tokens=[6] * 3)
-    running = prompts.generate([[int(one.ids[0, -1].item())] for one in seen])
+    running = prompts.generate([[int(np.array(one.ids)[0, -1])] for one in seen])
     answers: list[list[int]] = [[], [], []]
     steps: list[list[mx.array]] = [[], [], []]
     for _ in range(6):
@@ -282,7 +283,6 @@ def test_llavas_processor_takes_nothing_but_text_and_pictures(tmp_path: Any) -> 
 
 
 def test_a_processor_expands_each_placeholder_to_its_pictures_tokens(seeing: Seeing, family: str) -> None:
-    inputs = inputs_of(seeing.processor, TWO, _two())
-    tokens = inputs["input_ids"][0].tolist().count(FAMILIES[family].picture_token_id)
+    tokens = ids_of(seeing.processor, TWO, _two()).count(FAMILIES[family].picture_token_id)
     tiles = 4 * ((2 * 2 + 1) + (2 * 2 + 1))
     assert tokens == {"qwen2_vl": 15 + 6, "qwen2_5_vl": 15 + 6, "gemma3": 18, "llava": 18}.get(family, tiles)
