@@ -1,0 +1,99 @@
+"""A conversation's pictures: which there are, where a refusal points to, and what they may be together."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from omlxd.engine.api import InvalidParams, Unsupported
+from omlxd.engine.image_policy import ImagePolicy
+from omlxd.engine.images import digest_of
+from omlxd.engine.pictures import Pictures, named_pictures, read_pictures
+from tests.engine.test_images import base64_of, data_url, file_of, noise
+
+OPEN = ImagePolicy()
+
+
+def showing(*images: Image.Image | str) -> dict[str, Any]:
+    """A message of the user's that shows these, with a word before each."""
+    urls = [image if isinstance(image, str) else data_url(file_of(image)) for image in images]
+    parts = [({"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": url}}) for url in urls]
+    return {"role": "user", "content": [part for pair in parts for part in pair]}
+
+
+TEXT = {"role": "user", "content": "only words"}
+
+
+def refused(messages: list[dict[str, Any]], policy: ImagePolicy = OPEN) -> tuple[str, str]:
+    with pytest.raises(InvalidParams) as found:
+        read_pictures(messages, policy)
+    return str(found.value.fields["field"]), str(found.value.fields["reason"])
+
+
+def test_pictures_come_in_the_order_of_messages_and_parts() -> None:
+    images = [noise(4, 3, seed=seed) for seed in range(3)]
+    messages = [TEXT, showing(*images[:2]), {"role": "assistant", "content": None}, showing(images[2])]
+    assert [each.digest for each in read_pictures(messages, OPEN)] == [digest_of(image) for image in images]
+
+
+def test_a_conversation_without_pictures_has_none() -> None:
+    assert named_pictures([TEXT, {"role": "assistant", "tool_calls": []}]) == []
+    assert read_pictures([TEXT], OPEN) == []
+
+
+def test_a_refusal_names_the_pictures_place() -> None:
+    messages = [TEXT, showing(noise(4, 4), "data:image/png;base64,AAAA")]
+    place, reason = refused(messages)
+    assert place == "messages[1].content[3].image_url.url"
+    assert "no picture" in reason
+
+
+def test_a_damaged_picture_is_named_too() -> None:
+    whole = file_of(noise(64, 64))
+    place, reason = refused([showing(base64_of(whole[: len(whole) // 2]))])
+    assert place == "messages[0].content[1].image_url.url"
+    assert "damaged or cut off" in reason
+
+
+def test_more_pictures_than_the_most_are_refused_unread() -> None:
+    messages = [showing(*["data:,unread"] * 3)]
+    assert refused(messages, ImagePolicy(max_pictures=2)) == (
+        "messages",
+        "3 pictures; the most in one request is 2, leave the oldest out",
+    )
+
+
+def test_together_they_have_at_most_four_times_the_pixels_of_the_largest_one() -> None:
+    policy = ImagePolicy(max_pixels=10)
+    assert len(read_pictures([showing(*[noise(5, 2)] * 4)], policy)) == 4
+    place, reason = refused([showing(*[noise(5, 2)] * 4, noise(1, 1))], policy)
+    assert place == "messages[0].content[9].image_url.url"
+    assert "41 pixels; the most in one request is 40" in reason
+
+
+def test_all_sizes_are_looked_at_before_any_pixels() -> None:
+    whole = file_of(noise(64, 64))
+    cut_off, too_large = base64_of(whole[: len(whole) // 2]), data_url(file_of(noise(65, 64)))
+    place, _ = refused([showing(cut_off, too_large)], ImagePolicy(max_pixels=64 * 64))
+    assert place == "messages[0].content[3].image_url.url"
+
+
+def test_pictures_are_read_beside_the_loop(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(file_of(noise(4, 4)))
+    messages = [showing(str(tmp_path / "a.png"))]
+
+    async def read() -> None:
+        pictures = Pictures(OPEN)
+        assert await pictures.read([TEXT]) == ()
+        with pytest.raises(Unsupported, match=r"images\.allow_paths"):
+            await pictures.read(messages)
+        pictures.set_policy(ImagePolicy(allow_paths=(str(tmp_path),)))
+        (picture,) = await pictures.read(messages)
+        assert picture.digest == digest_of(noise(4, 4))
+        pictures.close()
+
+    asyncio.run(read())
