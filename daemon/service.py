@@ -62,6 +62,7 @@ from omlxd.engine.backend import CacheOptions, MlxBackend
 from omlxd.engine.catalog import Catalog, Root
 from omlxd.engine.disk_cache import DiskOptions
 from omlxd.engine.guard import MemoryGuard
+from omlxd.engine.image_policy import ImagePolicy
 from omlxd.engine.limits import MemoryPolicy
 from omlxd.engine.pool import Pool
 from omlxd.engine.pull import pull
@@ -332,7 +333,9 @@ def build_service(live: LiveSettings, paths: Paths, on_shutdown: OnShutdown) -> 
     )
     events = EventHub()
     guard = MemoryGuard()
-    backend = MlxBackend(limits, cache, guard, wired_limit_bytes=settings.memory.wired_limit_bytes)
+    backend = MlxBackend(
+        limits, cache, guard, wired_limit_bytes=settings.memory.wired_limit_bytes, images=_images(settings)
+    )
     pool = Pool(
         catalog,
         backend,
@@ -346,6 +349,12 @@ def build_service(live: LiveSettings, paths: Paths, on_shutdown: OnShutdown) -> 
         pool, guard, backend, events, platform_probe(), _policy(settings), hot_bytes=settings.cache.hot.max_bytes
     )
     live.taken_up_by(lambda new: memory.set_policy(_policy(new)), "memory.tier", "memory.limit_bytes")
+    live.taken_up_by(
+        lambda new: backend.pictures.set_policy(_images(new)),
+        "images.allow_paths",
+        "images.allow_urls",
+        "images.max_pixels",
+    )
     live.taken_up_by(lambda new: logs.set_level(new.log.level), "log.level")
     live.taken_up_by(lambda new: logs.set_content(new.log.content), "log.content")
     live.taken_up_by(
@@ -368,6 +377,11 @@ def _policy(settings: Settings) -> MemoryPolicy:
     if memory.limit_bytes is not None:
         return MemoryPolicy("custom", memory.limit_bytes)
     return MemoryPolicy(cast('Literal["safe", "balanced", "aggressive"]', memory.tier))
+
+
+def _images(settings: Settings) -> ImagePolicy:
+    images = settings.images
+    return ImagePolicy(images.allow_paths, images.allow_urls, images.max_pixels)
 
 
 def _disk(settings: Settings, paths: Paths) -> DiskOptions | None:

@@ -148,7 +148,7 @@ class ImagesSettings:
 
     allow_paths: tuple[str, ...] = _key(Directories(), ())
     allow_urls: bool = _key(Flag(), False)
-    max_pixels: int = _key(Whole(1, _BILLION), 40_000_000)
+    max_pixels: int = _key(Whole(1, 178_000_000), 40_000_000)  # Pillow opens no WebP of more
 
 
 @dataclass(frozen=True, slots=True)

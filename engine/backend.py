@@ -18,7 +18,9 @@ from omlxd.engine.api import LoadOptions, ProgressSink
 from omlxd.engine.catalog import CatalogEntry
 from omlxd.engine.disk_cache import DiskCache, DiskOptions
 from omlxd.engine.guard import MemoryGuard
+from omlxd.engine.image_policy import ImagePolicy
 from omlxd.engine.model import LoadedModel
+from omlxd.engine.pictures import Pictures
 from omlxd.engine.scheduler import SchedulerLimits
 
 if TYPE_CHECKING:
@@ -53,11 +55,13 @@ class MlxBackend:
         guard: MemoryGuard | None = None,
         *,
         wired_limit_bytes: int | None = None,
+        images: ImagePolicy | None = None,
     ) -> None:
         self._limits = limits
         self._guard = guard or MemoryGuard()
         self._wired_limit_bytes = wired_limit_bytes
         self.allocator: Allocator = NoAllocator()  # MLX's from the first load on
+        self.pictures = Pictures(images or ImagePolicy())
         self._cache = cache
         self.tier = HotTier(cache.hot_bytes)
         self._threads = ThreadPoolExecutor(MAX_MODELS, thread_name_prefix="engine")
@@ -79,11 +83,12 @@ class MlxBackend:
     def start(self, loaded: LoadedModel) -> Engine:
         from omlxd.engine.engine import Engine
 
-        return Engine(loaded, self._limits, threads=self._threads, guard=self._guard)
+        return Engine(loaded, self._limits, threads=self._threads, guard=self._guard, pictures=self.pictures)
 
     def close(self) -> None:
         """Lets the engine threads go, once every engine has ended."""
         self._threads.shutdown(wait=False)
+        self.pictures.close()
 
     # -- the caches, for any thread -----------------------------------------------------------------------------------
 
@@ -135,7 +140,7 @@ class MlxBackend:
         store = self._on_disk(Model.of(layout, identity.digest, identity.block_size, entry.name))
         cache = self.registry.open(entry.name, identity, layout, store=store)
         if store is not None:
-            store.feed_from(cache.records)
+            store.feed_from(cache.offers)
         return replace(loaded, cache=cache, store=store)
 
     def _on_disk(self, model: Model) -> ModelStore | None:

@@ -34,6 +34,7 @@ from omlxd.engine.guard import MemoryGuard
 from omlxd.engine.inbox import Abort, Ask, Close, Closed, Inbox, Preempt, Refuse, Submit
 from omlxd.engine.job import Job
 from omlxd.engine.model import LoadedModel, ModelFacts
+from omlxd.engine.pictures import Pictures
 from omlxd.engine.preparing import Prepared, Preparer
 from omlxd.engine.prompt import text_of, token_ids
 from omlxd.engine.request import Clock
@@ -58,6 +59,7 @@ class Engine:
         clock: Clock = time.monotonic,
         guard: MemoryGuard | None = None,
         threads: ThreadPoolExecutor | None = None,
+        pictures: Pictures | None = None,
     ) -> None:
         """Takes `loaded` over: whoever made it must drop it, or the model outlives its engine.
 
@@ -71,6 +73,7 @@ class Engine:
         # One thread: a tokenizer is used by one prompt at a time, and a long one holds up neither loop nor engine.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix=f"tokenizer-{loaded.facts.name}")
         self._preparer = Preparer(loaded.tokenizer, loaded.facts)
+        self._pictures = pictures  # read before a prompt is prepared, on threads of their own
         self._limits = limits
         self._loop = asyncio.get_running_loop()
         self._inbox = Inbox()

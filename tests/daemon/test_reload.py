@@ -67,10 +67,13 @@ def test_the_daemon_takes_up_the_file_on_request_and_on_a_signal(home: Path) -> 
         config = home / "config.toml"
         config.write_text(
             '[log]\nlevel = "warning"\n[models]\nttl_s = 60\nautoload = false\n'
-            "[daemon]\ngrace_s = 1\nidle_exit_s = 3600\n[engine]\nmax_batch = 2\n"
+            "[daemon]\ngrace_s = 1\nidle_exit_s = 3600\n[engine]\nmax_batch = 2\n[images]\nmax_pixels = 9\n"
         )
         assert reload(home) == {
-            "applied": ["daemon.grace_s", "daemon.idle_exit_s", "log.level", "models.autoload", "models.ttl_s"],
+            "applied": [
+                *("daemon.grace_s", "daemon.idle_exit_s"),
+                *("log.level", "models.autoload", "models.ttl_s", "images.max_pixels"),
+            ],
             "needs_restart": ["engine.max_batch"],
         }
         config.write_text("[daemon]\nidle_exit_s = 0.05\n")
