@@ -24,6 +24,7 @@ from omlxd.cli.generation import (
     show_end,
 )
 from omlxd.cli.parser import Parser
+from omlxd.cli.pictures import add_image_flag, content_with, picture_url
 from omlxd.cli.run import Shown
 from omlxd.cli.work import perform
 from omlxd.rpc.client import Client, RpcError
@@ -34,10 +35,11 @@ if TYPE_CHECKING:
 
 _PROMPT = ">>> "
 _HELP = """\
-/reset   forget the conversation
-/help    show this
-/quit    leave; so does Ctrl-D
-Ctrl-C   end the answer, keep the conversation
+/image FILE   show a picture with the next message
+/reset        forget the conversation
+/help         show this
+/quit         leave; so does Ctrl-D
+Ctrl-C        end the answer, keep the conversation
 """
 
 
@@ -47,10 +49,12 @@ class Chat:
     def arguments(self, parser: Parser) -> None:
         parser.add_argument("model", nargs="?", metavar="MODEL", help="default: as for `omlxctl run`")
         parser.add_argument("--system", metavar="TEXT", help="a system message that stays through /reset")
+        add_image_flag(parser)
         add_generation_flags(parser)
 
     def run(self, context: Context, given: argparse.Namespace) -> int:
         console = context.console
+        pictures = [picture_url(file) for file in given.image or ()]
         with context.connect_to_work() as client:
             if given.model is None:
                 model = default_model(context, list_models(client))
@@ -59,6 +63,7 @@ class Chat:
             system = None if given.system is None else checked(given.system, "--system")
             talk = Conversation(client, console, {"model": model, **generation_params(given)}, system=system)
             talk.verbose = given.verbose
+            talk.pictures = pictures
             interactive = os.isatty(0) and console.out_is_terminal and not console.json
             lines = _typed_lines(console) if interactive else _piped_lines()
             if interactive:
@@ -77,6 +82,7 @@ class Conversation:
     def __init__(self, client: Client, console: Console, params: dict[str, Any], *, system: str | None) -> None:
         self.messages: list[dict[str, Any]] = []
         self.verbose = False
+        self.pictures: list[str] = []  # shown with the next message
         self._client = client
         self._console = console
         self._params = params
@@ -85,11 +91,13 @@ class Conversation:
 
     def reset(self) -> None:
         """Forgets everything but the system message."""
+        self.pictures.clear()
         self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
 
     def say(self, text: str) -> None:
-        """Sends `text` and shows the answer. Raises RpcError, DaemonUnreachable, Interrupted."""
-        asked = [*self.messages, {"role": "user", "content": text}]
+        """Sends `text` with the pictures and shows the answer. Raises RpcError, DaemonUnreachable, Interrupted."""
+        content, self.pictures = content_with(text, self.pictures), []
+        asked = [*self.messages, {"role": "user", "content": content}]
         show = None if self._console.json else Shown(self._console)
         try:
             result = perform(
@@ -122,6 +130,8 @@ def _obey(talk: Conversation, line: str, console: Console, *, interactive: bool)
         console.note("the conversation is forgotten")
     elif word == "/help":
         console.aside(_HELP)
+    elif word == "/image" or word.startswith("/image "):
+        _show(talk, word.removeprefix("/image").strip(), console, interactive=interactive)
     elif word.startswith("/") and word[1:].isalpha():
         if not interactive:
             raise UsageError(f"no command {word}; /help lists them")
@@ -141,6 +151,18 @@ def _say(talk: Conversation, line: str, console: Console, *, interactive: bool) 
         console.end_line()
         if isinstance(error, RpcError):
             console.error(error.message)
+
+
+def _show(talk: Conversation, file: str, console: Console, *, interactive: bool) -> None:
+    """Keeps a picture for the next message. At a terminal a file that is none does not end the session."""
+    try:
+        if not file:
+            raise UsageError("/image takes the path of a picture")
+        talk.pictures.append(picture_url(file, "/image"))
+    except UsageError as error:
+        if not interactive:
+            raise
+        console.error(error.message)
 
 
 def _partial(data: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from omlxd.cli.generation import (
     show_end,
 )
 from omlxd.cli.parser import Parser
+from omlxd.cli.pictures import add_image_flag, content_with, picture_url
 from omlxd.cli.work import perform
 from omlxd.rpc.client import Client, RpcError
 
@@ -45,19 +46,21 @@ class Run:
         parser.usage = "omlxctl run [MODEL] [PROMPT|-] [options]"
         parser.add_argument("words", nargs="*", metavar="MODEL PROMPT", help=_WORDS_HELP)
         parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
+        add_image_flag(parser)
         add_generation_flags(parser)
 
     def run(self, context: Context, given: argparse.Namespace) -> int:
+        pictures = [picture_url(file) for file in given.image or ()]
         with context.connect_to_work() as client:
             model, prompt = _model_and_prompt(context, client, given.words)
             params = {"model": model, **generation_params(given)}
-            messages = [{"role": "user", "content": prompt}]
+            messages: list[dict[str, Any]] = [{"role": "user", "content": content_with(prompt, pictures)}]
             if given.system is not None:
                 messages.insert(0, {"role": "system", "content": checked(given.system, "--system")})
             try:
                 result = _answer(client, "generate.chat", {**params, "messages": messages}, context.console)
             except RpcError as error:
-                if not _has_no_template(error) or given.system is not None:
+                if not _has_no_template(error) or given.system is not None or pictures:
                     raise
                 result = _answer(client, "generate.complete", {**params, "prompt": prompt}, context.console)
         return _end(context.console, result, verbose=given.verbose)
