@@ -45,7 +45,7 @@ class Fetcher:
             try:
                 answer = self._get(_split(url))
             except TimeoutError:
-                raise PictureError(f"did not answer within {self.timeout_s:.0f} s") from None
+                raise PictureError(f"did not answer within {self.timeout_s:g} s") from None
             except (OSError, http.client.HTTPException, ValueError) as exc:
                 raise PictureError(f"cannot be fetched: {exc or type(exc).__name__}") from None
             if isinstance(answer, bytes):
@@ -71,10 +71,12 @@ class Fetcher:
             try:
                 connection.request("GET", target, headers={"User-Agent": "omlxd", "Accept": "image/*"})
                 with connection.getresponse() as response:
-                    return self._answer(response)
+                    answer = self._answer(response)
             except (OSError, http.client.HTTPException):
                 alarm.check()
                 raise
+            alarm.check()  # a body without a length has then only seemed to end
+            return answer
 
     def _address(self, host: str, port: int) -> Address:
         """The one that is connected to: checked here, so that a second look-up cannot give another."""
