@@ -14,11 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from omlxd.cache.prefix import PrefixCache
 from omlxd.engine.api import (
     Cancelled,
+    ChatPrompt,
     EngineFailed,
     GenerateRequest,
     GenerationResult,
@@ -36,11 +37,14 @@ from omlxd.engine.job import Job
 from omlxd.engine.model import LoadedModel, ModelFacts
 from omlxd.engine.pictures import Pictures
 from omlxd.engine.preparing import Prepared, Preparer
-from omlxd.engine.prompt import text_of, token_ids
+from omlxd.engine.prompt import text_of
 from omlxd.engine.request import Clock
 from omlxd.engine.scheduler import SchedulerLimits
 from omlxd.engine.stream import EventStream
 from omlxd.engine.worker import Events, Worker
+
+if TYPE_CHECKING:
+    from omlxd.engine.images import Picture
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -72,8 +76,9 @@ class Engine:
         self._wants_boundaries = loaded.cache is not None and loaded.cache.recurrent
         # One thread: a tokenizer is used by one prompt at a time, and a long one holds up neither loop nor engine.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix=f"tokenizer-{loaded.facts.name}")
-        self._preparer = Preparer(loaded.tokenizer, loaded.facts)
-        self._pictures = pictures  # read before a prompt is prepared, on threads of their own
+        self._preparer = Preparer(loaded.tokenizer, loaded.facts, loaded.sight)
+        # Read before a prompt is prepared, on threads of their own; a model that sees none refuses them unread.
+        self._pictures = pictures if loaded.sight is not None else None
         self._limits = limits
         self._loop = asyncio.get_running_loop()
         self._inbox = Inbox()
@@ -103,7 +108,13 @@ class Engine:
 
     async def token_ids(self, prompt: Prompt) -> Sequence[int]:
         """The prompt as the model reads it. Raises InvalidParams, Unsupported."""
-        return await self._tokenize(token_ids, prompt, self._tokenizer, self.facts)
+        return await self._tokenize(self._preparer.token_ids, prompt, await self._pictures_of(prompt))
+
+    async def _pictures_of(self, prompt: Prompt) -> Sequence[Picture]:
+        """The pictures that a conversation shows. Raises InvalidParams, Unsupported."""
+        if self._pictures is None or not isinstance(prompt, ChatPrompt):
+            return ()
+        return await self._pictures.read(prompt.messages)
 
     async def boundaries(self, prompt: Prompt, ids: Sequence[int]) -> Sequence[int]:
         """Where checkpoints are worth taking in a prompt; nowhere for a model whose state can be cut anywhere."""
@@ -113,7 +124,7 @@ class Engine:
 
     async def prepare(self, request: GenerateRequest) -> Prepared:
         """A request's prompt and how its answer is read. Raises InvalidParams, Unsupported."""
-        return await self._tokenize(self._preparer.prepare, request)
+        return await self._tokenize(self._preparer.prepare, request, await self._pictures_of(request.prompt))
 
     async def text(self, ids: Sequence[int]) -> str:
         """What the ids stand for, special tokens included. Raises InvalidParams."""

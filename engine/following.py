@@ -8,12 +8,13 @@ leaves, or gets nowhere for STALLED_S, its followers go on by themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from omlxd.cache.keys import MediaSpan
 from omlxd.engine.line import Hold
 from omlxd.engine.request import Clock, Request
 
@@ -27,6 +28,7 @@ class _Leader:
     """A prompt under way: how many of its tokens are computed, and how many others can reuse by now."""
 
     tokens: Tokens
+    media: Sequence[MediaSpan]
     computed: int
     stored: int
     moved_at: float
@@ -45,7 +47,7 @@ class Following:
     def lead(self, request: Request, computed: int) -> None:
         """The request's prompt is being computed from `computed` on, and what comes before is stored."""
         if request.job.use_cache and self._block_size:
-            self._leaders[request.id] = _Leader(_array(request), computed, computed, self._clock())
+            self._leaders[request.id] = _Leader(_array(request), request.media, computed, computed, self._clock())
 
     def moved(self, request: Request, *, computed: int, stored: int) -> None:
         leader = self._leaders.get(request.id)
@@ -82,7 +84,8 @@ class Following:
 
     def _shared(self, leader: _Leader, request: Request) -> int:
         if request.id not in leader.shared:
-            leader.shared[request.id] = _common(leader.tokens, _array(request))
+            run = _common(leader.tokens, _array(request))
+            leader.shared[request.id] = _with_the_same_pictures(run, leader.media, request.media)
         return leader.shared[request.id]
 
 
@@ -95,3 +98,8 @@ def _common(a: Tokens, b: Tokens) -> int:
     length = min(len(a), len(b) - 1)
     different = a[:length] != b[:length]
     return int(different.argmax()) if different.any() else length
+
+
+def _with_the_same_pictures(run: int, one: Sequence[MediaSpan], other: Sequence[MediaSpan]) -> int:
+    """How much of a common run stands for the same: a picture that only one of the two has there ends it."""
+    return min([run, *(span.start for span in {*one} ^ {*other})])

@@ -15,6 +15,7 @@ from omlxd.engine.sampling_settings import SamplingSettings, resolve
 if TYPE_CHECKING:  # they load mlx, which the event loop's side does without until a model is wanted
     from omlxd.engine.preparing import Prepared
     from omlxd.engine.steering import Course
+    from omlxd.engine.vision_inputs import PictureInput
 
 SEEDS = 1 << 53  # a seed drawn for a client survives JSON readers that keep numbers as doubles
 
@@ -41,6 +42,7 @@ class Job:
     warm: bool = False  # compute and keep the prompt, draw nothing
     form: Form = PLAIN
     course: Course | None = None
+    pictures: Sequence[PictureInput] = ()  # in order; held until the end, for a request that must begin again
 
 
 def make_job(
@@ -77,6 +79,7 @@ def make_job(
         warm=request.warm,
         form=prepared.form,
         course=prepared.course,
+        pictures=prepared.pictures,
     )
 
 

@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
-from omlxd.engine import architectures
 from omlxd.engine.api import LoadOptions, ModelLoadFailed, Progress, ProgressSink, Unsupported
 from omlxd.engine.catalog import CatalogEntry
 from omlxd.engine.loading import check_options
+from omlxd.engine.messages import PartsStyle, parts_style
 from omlxd.engine.model import LoadedModel, ModelFacts
 from omlxd.engine.model_facts import (
     GENERATION_CONFIG,
@@ -35,8 +35,13 @@ from omlxd.engine.model_facts import (
     sampling_defaults,
     vocabulary,
 )
+from omlxd.engine.prompt import template_source
+
+if TYPE_CHECKING:
+    from omlxd.engine.vision_inputs import Sight
 
 _GROUP_BYTES = 64 * 2**20
+_TEMPLATE = "chat_template.jinja"
 # mlx-lm and transformers build what a config asks for with few checks of their own: a config that fits no model
 # surfaces as any of these. Their own bugs would too; either way this model is what cannot be loaded.
 _BUILD_ERRORS = (
@@ -60,13 +65,16 @@ def load(entry: CatalogEntry, options: LoadOptions, *, progress: ProgressSink) -
     entry.check()
     check_options(options)
     config = json.loads((entry.path / "config.json").read_bytes())
-    _check_text(config)
     generation = generation_config(entry.path)
+    sight, parts = None, PartsStyle.NEVER
     with _folder(entry.path, without_generation_config=generation is None) as folder:
         generation = generation or {}
         tokenizer = _tokenizer(entry, folder, end_tokens(config, generation))
         model = _model(entry, folder, options.adapter)
         weight_bytes = _materialise(entry, model, progress)
+        if entry.kind == "vision":
+            sight = _sight(entry, folder, model, tokenizer)
+            parts = parts_style(template_source(tokenizer)) if sight is not None else parts
     facts = ModelFacts(
         name=entry.name,
         path=entry.path,
@@ -76,28 +84,37 @@ def load(entry: CatalogEntry, options: LoadOptions, *, progress: ProgressSink) -
         has_chat_template=tokenizer.has_chat_template,
         weight_bytes=weight_bytes,
         defaults=sampling_defaults(generation),
+        parts=parts,
     )
-    return LoadedModel(model, tokenizer, facts)
-
-
-def _check_text(config: Mapping[str, Any]) -> None:
-    model_type = config["model_type"]
-    if "model_file" not in config and not architectures.is_text(model_type):
-        reason = "only mlx-vlm builds it and this version runs mlx-lm's models; choose a text model"
-        raise Unsupported(f"model type {model_type!r}", reason)
+    return LoadedModel(model, tokenizer, facts, sight=sight)
 
 
 @contextmanager
 def _folder(path: Path, *, without_generation_config: bool) -> Iterator[Path]:
-    """The folder as mlx-lm is to see it. It reads generation_config itself, so a broken one is kept from its sight."""
-    if not without_generation_config:
+    """The folder as the libraries are to see it.
+
+    They read generation_config themselves, so a broken one is kept from their sight. A template in chat_template.json,
+    where older vision models have theirs, is put where a tokenizer looks for it.
+    """
+    template = None if (path / _TEMPLATE).exists() else _template_of_processor(path)
+    if not without_generation_config and template is None:
         yield path
         return
     with tempfile.TemporaryDirectory(prefix="omlxd-load-") as name:
         for file in path.iterdir():
-            if file.name != GENERATION_CONFIG:
+            if not (without_generation_config and file.name == GENERATION_CONFIG):
                 (Path(name) / file.name).symlink_to(file.absolute())
+        if template is not None:
+            (Path(name) / _TEMPLATE).write_text(template, encoding="utf-8")
         yield Path(name)
+
+
+def _template_of_processor(path: Path) -> str | None:
+    try:
+        template = json.loads((path / "chat_template.json").read_bytes())["chat_template"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return template if isinstance(template, str) else None
 
 
 def _tokenizer(entry: CatalogEntry, folder: Path, end_ids: frozenset[int]) -> TokenizerWrapper:
@@ -110,8 +127,15 @@ def _tokenizer(entry: CatalogEntry, folder: Path, end_ids: frozenset[int]) -> To
 
 def _model(entry: CatalogEntry, folder: Path, adapter: str | None) -> Any:
     """The model with lazy weights: nothing but their headers has been read."""
+    if entry.kind == "vision" and adapter is not None:
+        raise Unsupported("adapter", "adapters of vision models are not applied yet; load it without one")
     try:
-        model, _ = load_model(folder, lazy=True, trust_remote_code=entry.remote_code)
+        if entry.kind == "vision":
+            from omlxd.engine.vision_loading import vision_model  # mlx-vlm takes a second: for those who need it
+
+            model: Any = vision_model(folder)
+        else:
+            model, _ = load_model(folder, lazy=True, trust_remote_code=entry.remote_code)
     except _BUILD_ERRORS as error:
         raise _failed(entry, "its weights and config do not make a model", error) from error
     if adapter is not None:
@@ -121,6 +145,15 @@ def _model(entry: CatalogEntry, folder: Path, adapter: str | None) -> Any:
         # The CPU's half-precision products are some thirty times slower; quantisation scales are floating too.
         model.set_dtype(mx.float32)
     return model
+
+
+def _sight(entry: CatalogEntry, folder: Path, model: Any, tokenizer: TokenizerWrapper) -> Sight | None:
+    from omlxd.engine.vision_loading import sight_of
+
+    try:
+        return sight_of(entry, folder, model, tokenizer)
+    except _BUILD_ERRORS as error:
+        raise _failed(entry, "its processor cannot be used", error) from error
 
 
 def _adapted(entry: CatalogEntry, model: Any, adapter: Path) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omlxd.engine.estimator import UNMEASURED, Costs
+from omlxd.engine.messages import PartsStyle
 
 if TYPE_CHECKING:
     from mlx.nn.layers.base import Module
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from omlxd.cache.prefix import PrefixCache
     from omlxd.cache.ssd import ModelStore
+    from omlxd.engine.vision_inputs import Sight
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class ModelFacts:
     `context_tokens` is the longest prompt plus answer that the positions allow, None when the config does not say.
     `vocab_size` is the width of the logits, which may be more than the tokenizer has entries. `eos_token_ids` joins
     those of the tokenizer, of generation_config and of config. `weight_bytes` is what the weights occupy in memory,
-    after any cast.
+    after any cast. `parts` is how the chat template takes messages that show pictures.
     """
 
     name: str
@@ -53,6 +55,7 @@ class ModelFacts:
     has_chat_template: bool
     weight_bytes: int
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    parts: PartsStyle = PartsStyle.NEVER
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +69,4 @@ class LoadedModel:
     store: ModelStore | None = None  # the cache's colder tier
     uncached: str | None = None  # why there is no cache
     costs: Costs = UNMEASURED
+    sight: Sight | None = None  # for a model that takes pictures

@@ -18,6 +18,7 @@ from omlxd.engine.channels import Separator, State
 from omlxd.engine.conventions import Conventions, conventions_of
 from omlxd.engine.courses import Courses
 from omlxd.engine.fim import fim_prompt
+from omlxd.engine.messages import texts_of
 from omlxd.engine.model import ModelFacts
 from omlxd.engine.steering import Course
 from omlxd.engine.thinking import left_open
@@ -25,6 +26,9 @@ from omlxd.engine.tools import function_of
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from omlxd.engine.images import Picture
+    from omlxd.engine.vision_inputs import PictureInput, Sight
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +45,16 @@ class Prepared:
     end_ids: frozenset[int] = frozenset()
     course: Course | None = None
     stop_ids: frozenset[int] = frozenset()
+    pictures: Sequence[PictureInput] = ()
 
 
 class Preparer:
     """Prepares one model's requests."""
 
-    def __init__(self, tokenizer: TokenizerWrapper, facts: ModelFacts) -> None:
+    def __init__(self, tokenizer: TokenizerWrapper, facts: ModelFacts, sight: Sight | None = None) -> None:
         self._tokenizer = tokenizer
         self._facts = facts
+        self._sight = sight
 
     @cached_property
     def _conventions(self) -> Conventions:
@@ -58,10 +64,16 @@ class Preparer:
     def _courses(self) -> Courses:
         return Courses(self._tokenizer, self._facts, self._conventions)
 
-    def prepare(self, request: GenerateRequest) -> Prepared:
-        """Raises InvalidGrammar, InvalidParams and Unsupported for what this model cannot be asked."""
+    def prepare(self, request: GenerateRequest, pictures: Sequence[Picture] = ()) -> Prepared:
+        """`pictures` are all that the conversation shows, in order.
+
+        Raises InvalidGrammar, InvalidParams and Unsupported for what this model cannot be asked.
+        """
         prompt = request.prompt
-        prepared = self._chat(request, prompt) if isinstance(prompt, ChatPrompt) else self._completion(request)
+        if isinstance(prompt, ChatPrompt):
+            prepared = self._chat(request, prompt, pictures)
+        else:
+            prepared = self._completion(request)
         added = self._conventions.added_ids
         stops = frozenset(added[text] for text in request.stopping.stop if text in added)
         return replace(prepared, stop_ids=stops) if stops else prepared
@@ -80,7 +92,24 @@ class Preparer:
         ids = prompts.token_ids(prompt, self._tokenizer, self._facts)
         return Prepared(prompt, ids, form, course=self._courses.of_text(request, form))
 
-    def _chat(self, request: GenerateRequest, prompt: ChatPrompt) -> Prepared:
+    def token_ids(self, prompt: Prompt, pictures: Sequence[Picture] = ()) -> Sequence[int]:
+        """The prompt as the model reads it, without what a request would check. Raises InvalidParams, Unsupported."""
+        if not isinstance(prompt, ChatPrompt):
+            return prompts.token_ids(prompt, self._tokenizer, self._facts)
+        return self._ids(prompt, prompts.chat_text(prompt, self._tokenizer, self._facts), pictures)[0]
+
+    def _ids(
+        self, prompt: ChatPrompt, text: str, pictures: Sequence[Picture]
+    ) -> tuple[Sequence[int], Sequence[PictureInput]]:
+        """A rendered conversation's token ids, and the pictures with the tokens that stand for them."""
+        if self._sight is None:
+            return prompts.rendered_ids(text, self._tokenizer), ()
+        self._sight.check_text(texts_of(prompt.messages))
+        if not pictures:
+            return prompts.rendered_ids(text, self._tokenizer, begins=self._sight.begins(text)), ()
+        return self._sight.token_ids(text, pictures)
+
+    def _chat(self, request: GenerateRequest, prompt: ChatPrompt, pictures: Sequence[Picture]) -> Prepared:
         conventions = self._conventions
         self._check(request, prompt)
         prompt = prompts.with_thinking(prompt, request.thinking, self._tokenizer)
@@ -96,7 +125,8 @@ class Preparer:
             begun=prompts.prefilled(prompt.messages),
         )
         course = self._courses.of_chat(request, prompt, form, text)
-        return Prepared(prompt, prompts.rendered_ids(text, self._tokenizer), form, course=course)
+        ids, inputs = self._ids(prompt, text, pictures)
+        return Prepared(prompt, ids, form, course=course, pictures=inputs)
 
     def _check(self, request: GenerateRequest, prompt: ChatPrompt) -> None:
         conventions, name = self._conventions, self._facts.name

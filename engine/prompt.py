@@ -74,12 +74,13 @@ def encode(text: str, tokenizer: TokenizerWrapper) -> list[int]:
     return list(tokenizer.encode(text, verbose=False))
 
 
-def rendered_ids(text: str, tokenizer: TokenizerWrapper) -> list[int]:
+def rendered_ids(text: str, tokenizer: TokenizerWrapper, *, begins: bool = False) -> list[int]:
     """Token ids of what a chat template rendered: it has written every special token itself.
 
-    Raises InvalidParams for a template that rendered nothing.
+    Unless `begins`, for a template that leaves the first ones to a processor. Raises InvalidParams for a template that
+    rendered nothing.
     """
-    return _not_empty(list(tokenizer.encode(text, add_special_tokens=False, verbose=False)), "messages")
+    return _not_empty(list(tokenizer.encode(text, add_special_tokens=begins, verbose=False)), "messages")
 
 
 def text_of(ids: Sequence[int], tokenizer: TokenizerWrapper, facts: ModelFacts) -> str:
@@ -125,7 +126,7 @@ def chat_text(
     if not prompt.messages:
         raise InvalidParams("messages", "is empty; send one message at least")
     template = template_source(tokenizer)
-    messages = conversation(prompt.messages, developer="developer" in template)
+    messages = conversation(prompt.messages, developer="developer" in template, parts=facts.parts)
     continued = generation_prompt and prefilled(prompt.messages)
     if continued and messages[-1].get("tool_calls"):
         raise InvalidParams("messages", "the last one calls tools; send their results as messages of role tool")

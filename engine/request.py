@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 
+from omlxd.cache.keys import MediaSpan
 from omlxd.engine.answer import Answer, Part
 from omlxd.engine.api import (
     Cancelled,
@@ -90,6 +91,11 @@ class Request:
     def tokens(self) -> list[int]:
         """Prompt and answer so far: what a row that comes back must have computed."""
         return [*self.job.prompt, *self.drawn]
+
+    @property
+    def media(self) -> tuple[MediaSpan, ...]:
+        """Which tokens stand for which pictures, in order."""
+        return tuple(picture.span for picture in self.job.pictures)
 
     @property
     def length(self) -> int:

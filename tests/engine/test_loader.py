@@ -248,10 +248,11 @@ def test_a_tokenizer_that_cannot_be_built_is_a_load_failure(folder):
     assert "tokenizer cannot be built" in fails(folder).fields["reason"]
 
 
-def test_an_architecture_of_mlx_vlm_alone_is_unsupported_by_name(folder):
+def test_a_text_models_weights_do_not_make_a_vision_model(folder):
     edit(folder / "config.json", model_type="idefics3", vision_config={})
     error = fails(folder)
-    assert (error.kind, error.fields["what"]) == ("unsupported", "model type 'idefics3'")
+    assert isinstance(error, ModelLoadFailed)
+    assert "do not make a model" in error.fields["reason"]
 
 
 @pytest.mark.parametrize("option", [{"draft": "other"}, {"kv_bits": 8}])

@@ -1,0 +1,157 @@
+"""Loading a vision model: mlx-vlm's model and processor, and whether they keep to what the engine relies on.
+
+Runs on the loader thread and keeps no state. What a family does with pictures is found out here, once, by giving the
+processor two of them and building the graphs of a run that is never computed. A family that needs more than embeddings
+and positions for a picture, that must see a prompt in one piece, or that keeps something of a request on the model
+object, is refused with that reason: the engine computes many requests on one model, in pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_vlm.utils import load_model, load_processor
+from PIL import Image
+
+from omlxd.engine.api import Unsupported
+from omlxd.engine.catalog import CatalogEntry
+from omlxd.engine.images import Picture
+from omlxd.engine.vision_inputs import GRID, PIXELS, ByGrid, ByPicture, ByTiles, PictureInput, Share, Sight, processed
+from omlxd.engine.vision_model import RowShift, VisionModel
+
+# Of what mlx-vlm returns for a prompt, what the engine passes on. Its generator hands Gemma 3's mask to a language
+# model that does not look at it, so pictures are seen causally there, and so they are here.
+_PASSED_ON: Final = frozenset({"inputs_embeds", "position_ids", "rope_deltas"})
+_NOT_LOOKED_AT: Final[Mapping[str, frozenset[str]]] = {"gemma3": frozenset({"attention_mask_4d"})}
+_PROBES: Final = ((64, 64), (96, 64))  # pictures' sizes
+
+
+def vision_model(folder: Path) -> VisionModel:
+    """The model with lazy weights. Raises whatever mlx-vlm does for a config that fits no model."""
+    vlm = load_model(folder, lazy=True)
+    try:
+        plain = vlm.get_input_embeddings(mx.array([[0]]))
+        vlm.language_model  # noqa: B018  asked for here, to be refused here
+    except AttributeError as error:
+        raise _refused(vlm, f"mlx-vlm's model has no {error.name}") from None
+    return VisionModel(vlm, counts_apart=plain.position_ids is not None)
+
+
+def sight_of(entry: CatalogEntry, folder: Path, model: VisionModel, tokenizer: TokenizerWrapper) -> Sight | None:
+    """How the model is given pictures; None if its chat template has no place for them.
+
+    Raises Unsupported for a family whose pictures need what the engine does not do.
+    """
+    if not tokenizer.has_chat_template:
+        return None
+    none, one, two = (_rendered(tokenizer, pictures) for pictures in range(3))
+    if one == none:
+        return None
+    processor = load_processor(
+        folder, add_detokenizer=False, local_files_only=True, trust_remote_code=entry.remote_code
+    )
+    images = [Image.new("RGB", size, "gray") for size in _PROBES]
+    token_id = _picture_token(model)
+    sight = Sight(
+        processor=processor,
+        share=_share(model, processor, one, two, images),
+        token_id=token_id,
+        marks=_marks(tokenizer, token_id, one, none),
+        bos=tokenizer.bos_token,
+        bos_id=tokenizer.bos_token_id,
+    )
+    ids, inputs = sight.token_ids(two, [Picture(bytes(32), image) for image in images])
+    _check_run(model, ids, inputs)
+    return sight
+
+
+def _rendered(tokenizer: TokenizerWrapper, pictures: int) -> str:
+    """A conversation that shows so many pictures."""
+    parts = [*({"type": "image"} for _ in range(pictures)), {"type": "text", "text": "x"}]
+    messages = [{"role": "user", "content": parts}]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def _picture_token(model: VisionModel) -> int:
+    """Families call it by one name or the other."""
+    names = vars(model.vlm.config)
+    found = next((names[name] for name in ("image_token_id", "image_token_index") if names.get(name) is not None), None)
+    if type(found) is not int:
+        raise _refused(model.vlm, "its config names no image_token_id and no image_token_index")
+    return found
+
+
+def _marks(tokenizer: TokenizerWrapper, token_id: int, one: str, none: str) -> Sequence[str]:
+    """Texts that the processor would take for a picture: its token, and what the template writes for one."""
+    added = {text for text in tokenizer.get_added_vocab() if text in one and text not in none}
+    return sorted({str(tokenizer.convert_ids_to_tokens(token_id)), *added})
+
+
+def _share(model: VisionModel, processor: Any, one: str, two: str, images: Sequence[Image.Image]) -> Share:
+    tensors = processed(processor, two, images).tensors
+    if PIXELS not in tensors:
+        raise _refused(model.vlm, f"its processor makes {', '.join(sorted(tensors))} and no {PIXELS}")
+    if GRID in tensors:
+        return ByGrid()
+    if all(tensor.shape[0] == len(images) for tensor in tensors.values()):
+        return ByPicture()
+    if tensors[PIXELS].ndim == 5 and tensors[PIXELS].shape[0] == 1:
+        return ByTiles(processor, one)
+    shapes = ", ".join(f"{name} {tensor.shape}" for name, tensor in sorted(tensors.items()))
+    raise _refused(model.vlm, f"two pictures cannot be told apart in what its processor makes: {shapes}")
+
+
+def _check_run(model: VisionModel, ids: Sequence[int], inputs: Sequence[PictureInput]) -> None:
+    """Builds a prompt's graphs as the engine will, and looks at what came of it."""
+    vlm = model.vlm
+    before = _remembered(vlm)
+    for each in inputs:
+        features = model.features(ids[each.span.start : each.span.stop], each.tensors).to_dict()
+        given = {name for name, value in features.items() if value is not None}
+        more = given - _PASSED_ON - _NOT_LOOKED_AT.get(vlm.config.model_type, frozenset())
+        if more:
+            raise _refused(vlm, f"its pictures come with {', '.join(sorted(more))}, which is not passed on yet")
+        if _in_one_piece(vlm, features):
+            raise _refused(vlm, "it must see a prompt with pictures in one piece")
+    caches = model.make_cache()
+    if model.counts_apart:
+        _, shift = model.positions(ids, [each.tensors for each in inputs])
+        caches.append(RowShift([shift]))
+    model(mx.array([[0, 0]]), cache=caches, embeddings=model.embed_text([0, 0])[None])
+    changed = sorted(name for name, value in _remembered(vlm).items() if before.get(name) is not value)
+    if changed:
+        raise _refused(vlm, f"it keeps a request's {', '.join(changed)} on the model")
+
+
+def _in_one_piece(vlm: Any, features: Mapping[str, Any]) -> bool:
+    """Whether mlx-vlm's own generator would refuse to cut this prompt. Both are optional in its contract."""
+    for module in (vlm, vlm.language_model):
+        policy = getattr(module, "chunked_prefill_policy", None)
+        if policy is not None:
+            kwargs = {name: value for name, value in features.items() if name != "inputs_embeds"}
+            return not policy(
+                input_ids=None,
+                inputs_embeds=features["inputs_embeds"],
+                prompt_cache=None,
+                draft_model=None,
+                draft_kind=None,
+                prefill_kwargs=kwargs,
+            )
+    return any(getattr(module, "no_chunked_prefill", False) for module in (vlm, vlm.language_model))
+
+
+def _remembered(vlm: Any) -> dict[str, object]:
+    """Everything that stands on the model and its language model besides weights and modules."""
+    return {
+        f"{where}{name}": value
+        for where, module in (("", vlm), ("language_model.", vlm.language_model))
+        for name, value in {**vars(module), **module}.items()
+    }
+
+
+def _refused(vlm: Any, reason: str) -> Unsupported:
+    return Unsupported(f"model type {vlm.config.model_type!r}", f"{reason}; choose another vision model")
