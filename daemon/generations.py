@@ -31,6 +31,7 @@ from omlxd.engine.api import (
     Usage,
 )
 from omlxd.engine.job import make_job
+from omlxd.engine.pictures import legible
 from omlxd.engine.pool import Pool
 from omlxd.engine.slot import EngineHandle
 from omlxd.engine.stream import EventStream
@@ -158,7 +159,8 @@ class _Live:
 
     async def _generate(self) -> None:
         request = self._request
-        content.info("%s asks %s: %s", self.id, request.model, request.prompt)
+        if content.isEnabledFor(logging.INFO):
+            content.info("%s asks %s: %s", self.id, request.model, legible(request.prompt))
         self._report(Progress("queued"))
         async with (
             asyncio.timeout(self._longest_wait_s) as wait,

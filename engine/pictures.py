@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from omlxd.engine.api import InvalidParams, Json
+from omlxd.engine.api import ChatPrompt, InvalidParams, Json, Prompt
 from omlxd.engine.image_policy import ImagePolicy, PictureError
 
 if TYPE_CHECKING:
     from omlxd.engine.images import Opened, Picture
 
 Messages = Sequence[Mapping[str, Json]]
+_LEGIBLE = 40  # characters of a picture's source
 _THREADS = 2  # each may hold the largest picture's pixels a few times over
 
 
@@ -41,6 +43,25 @@ def _named(messages: Messages) -> Iterator[Named]:
             match part:
                 case {"type": "image_url", "image_url": {"url": str(source)}}:
                     yield Named(f"messages[{number}].content[{position}].image_url.url", source)
+
+
+def legible(prompt: Prompt) -> Prompt:
+    """The prompt for people to read: of a picture that is in it, only how it begins and how long it is."""
+    if not isinstance(prompt, ChatPrompt) or not named_pictures(prompt.messages):
+        return prompt
+    return replace(prompt, messages=[_legible(message) for message in prompt.messages])
+
+
+def _legible(message: Mapping[str, Json]) -> Mapping[str, Json]:
+    content = message.get("content")
+    return {**message, "content": [_brief(part) for part in content]} if isinstance(content, list | tuple) else message
+
+
+def _brief(part: Json) -> Json:
+    match part:
+        case {"type": "image_url", "image_url": {"url": str(source)}} if len(source) > _LEGIBLE:
+            return {"type": "image_url", "image_url": {"url": f"{source[:_LEGIBLE]}... ({len(source)} characters)"}}
+    return part
 
 
 def read_pictures(messages: Messages, policy: ImagePolicy) -> list[Picture]:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from omlxd.engine.api import InvalidParams, Unsupported
+from omlxd.engine.api import ChatPrompt, InvalidParams, TextPrompt, Unsupported
 from omlxd.engine.image_policy import ImagePolicy
 from omlxd.engine.images import digest_of
-from omlxd.engine.pictures import Pictures, named_pictures, read_pictures
+from omlxd.engine.pictures import Pictures, legible, named_pictures, read_pictures
 from tests.engine.test_images import base64_of, data_url, file_of, noise
 
 OPEN = ImagePolicy()
@@ -80,6 +80,20 @@ def test_all_sizes_are_looked_at_before_any_pixels() -> None:
     cut_off, too_large = base64_of(whole[: len(whole) // 2]), data_url(file_of(noise(65, 64)))
     place, _ = refused([showing(cut_off, too_large)], ImagePolicy(max_pixels=64 * 64))
     assert place == "messages[0].content[3].image_url.url"
+
+
+def test_a_log_is_told_how_a_picture_begins_and_not_its_bytes() -> None:
+    messages = [TEXT, showing(noise(40, 40), "/pictures/a.png")]
+    shown = legible(ChatPrompt(messages))
+    assert isinstance(shown, ChatPrompt)
+    long, short = named_pictures(shown.messages)
+    length = len(messages[1]["content"][1]["image_url"]["url"])
+    assert long.source.startswith("data:image/png;base64,iVBORw0KGgo")
+    assert long.source.endswith(f"... ({length} characters)")
+    assert len(long.source) < 80
+    assert short.source == "/pictures/a.png"
+    assert shown.messages[0] == TEXT
+    assert legible(TextPrompt("as it is")) == TextPrompt("as it is")
 
 
 def test_pictures_are_read_beside_the_loop(tmp_path: Path) -> None:
