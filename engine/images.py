@@ -57,6 +57,8 @@ _OTHERS: Final = (
     (0, b"<svg", "SVG"),
     (0, b"<", "a text with markup"),
 )
+# A progressive JPEG has about ten; each costs a pass over all pixels, and an empty one no more than some bytes.
+_MAX_SCANS, _SCAN = 100, b"\xff\xda"
 _TAKEN = "PNG, JPEG, WebP or GIF"
 
 
@@ -129,6 +131,8 @@ def _opened(data: bytes) -> ImageFile:
     opener = next((opener for start, opener in _OPENERS if data.startswith(start)), None)
     if opener is None:
         raise PictureError(f"is {_what(data)}; send {_TAKEN}")
+    if opener is JpegImageFile and data.count(_SCAN) > _MAX_SCANS:
+        raise PictureError(f"has {data.count(_SCAN)} scans; the most is {_MAX_SCANS}, save it again")
     try:
         return opener(BytesIO(data))
     except Image.DecompressionBombError as exc:  # a WebP's size is checked as it is opened

@@ -310,6 +310,13 @@ def test_a_bomb_of_any_format_is_refused_before_its_pixels(bomb: bytes) -> None:
     assert "damaged" not in reason
 
 
+def test_a_jpeg_of_endless_scans_is_refused_by_their_number() -> None:
+    whole = file_of(noise(64, 64, "L"), "JPEG", progressive=True)
+    scan = whole[whole.rfind(b"\xff\xda") : -2]  # at 40 million pixels each would take 30 ms, for 65 bytes
+    assert read(whole[:-2] + 80 * scan + whole[-2:]).image.size == (64, 64)
+    assert "the most is 100" in refusal(whole[:-2] + 100 * scan + whole[-2:])
+
+
 def test_a_picture_of_the_most_pixels_is_taken_and_one_more_is_not() -> None:
     policy = ImagePolicy(max_pixels=12)
     assert read(file_of(noise(4, 3)), policy).num_pixels == 12
