@@ -16,7 +16,7 @@ from omlxd.cache.layouts import State
 from omlxd.cache.pieces import Piece
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Block:
     """A stored block. `pieces` has one for each sliceable leaf; `parent` is None for a prompt's first."""
 
@@ -31,6 +31,8 @@ class Block:
     pins: int = 0
     last_use: int = 0
     alive: bool = True
+    offers: int = 0
+    on_disk: bool = False
     computed: bool = False  # its arrays are evaluated: any thread may read them
 
     @property
@@ -54,7 +56,7 @@ class Block:
         )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Checkpoint:
     """The recurrent leaves' state after exactly `position` tokens, the last of which are in `block`."""
 
@@ -65,6 +67,8 @@ class Checkpoint:
     pins: int = 0
     last_use: int = 0
     alive: bool = True
+    offers: int = 0
+    on_disk: bool = False
 
     @property
     def is_leaf(self) -> bool:

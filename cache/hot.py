@@ -28,6 +28,8 @@ class Entry(Protocol):
     pins: int
     last_use: int
     alive: bool
+    offers: int  # to the tier on disk, that it has not answered yet
+    on_disk: bool  # as far as was heard; it may have gone from there since
 
     @property
     def is_leaf(self) -> bool:
@@ -41,11 +43,15 @@ class Entry(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Bytes of the tier. `pinned` and `cached` (evictable, now or when what hangs on it has gone) make up `used`."""
+    """Bytes of the tier. `pinned` and `cached` (evictable, now or when what hangs on it has gone) make up `used`.
+
+    `offered` are those of `used` whose arrays the tier on disk has in its queue, too.
+    """
 
     budget_bytes: int
     pinned_bytes: int
     cached_bytes: int
+    offered_bytes: int
     entries: int
     evicted: int
     evicted_bytes: int
@@ -57,7 +63,7 @@ class TierStats:
 
     @property
     def free_bytes(self) -> int:
-        """Negative after a shrink below what live requests have pinned, until they release it."""
+        """Negative while live requests have more pinned: after a shrink, or to restore what is longer than the tier."""
         return self.budget_bytes - self.used_bytes
 
 
@@ -69,7 +75,7 @@ class HotTier:
         self.lock = threading.Lock()
         self._budget = budget_bytes
         self._entries: dict[int, Entry] = {}  # by last use, which no two have in common
-        self._used = self._pinned = 0
+        self._used = self._pinned = self._offered = 0
         self._clock = 0
         self._evicted = self._evicted_bytes = self._refused = 0
         # A heap of last uses. One is stale when nothing has it any more, or what has it may not go now. It holds no
@@ -81,6 +87,10 @@ class HotTier:
     @property
     def budget_locked(self) -> int:
         return self._budget
+
+    @property
+    def is_overdrawn_locked(self) -> bool:
+        return self._used > self._budget
 
     def make_room_locked(self, nbytes: int) -> tuple[bool, list[Entry]]:
         """Evicts until `nbytes` more fit. Returns whether they do, and what went: drop it after the lock."""
@@ -95,9 +105,10 @@ class HotTier:
         return True, gone
 
     def add_locked(self, entry: Entry) -> None:
-        """Counts an entry, for whose bytes room has been made, as the one used last."""
+        """Counts an entry as the one used last. Its bytes have room, or it is pinned before the lock is let go."""
         self._used += entry.nbytes
         self._pinned += entry.nbytes if entry.pins else 0
+        self._offered += entry.nbytes if entry.offers else 0
         self._use(entry)
 
     def remove_locked(self, entry: Entry) -> None:
@@ -108,6 +119,7 @@ class HotTier:
         del self._entries[entry.last_use]
         self._used -= entry.nbytes
         self._pinned -= entry.nbytes if entry.pins else 0
+        self._offered -= entry.nbytes if entry.offers else 0
         above = entry.unlink()
         if above is not None:
             self._enlist(above)
@@ -116,6 +128,12 @@ class HotTier:
         """The entry's arrays were replaced by others; it had `before` bytes."""
         self._used += entry.nbytes - before
         self._pinned += entry.nbytes - before if entry.pins else 0
+        self._offered += entry.nbytes - before if entry.offers else 0
+
+    def offered_locked(self, entry: Entry) -> None:
+        """The entry's arrays are offered to the tier on disk, which answers once, with `settle`."""
+        self._offered += entry.nbytes if entry.alive and not entry.offers else 0
+        entry.offers += 1
 
     def touch_locked(self, entry: Entry) -> None:
         """The entry was used now."""
@@ -163,27 +181,44 @@ class HotTier:
 
     # -- on their own, from any thread --------------------------------------------------------------------------------
 
-    def resize(self, budget_bytes: int) -> int:
-        """Sets the budget and evicts down to it. Returns the bytes freed; what live requests have pinned stays."""
+    def settle(self, entry: Entry, *, on_disk: bool) -> None:
+        """The answer to one offer: whether the entry is on disk now."""
         with self.lock:
-            before = self._used
+            entry.offers -= 1
+            entry.on_disk = entry.on_disk or on_disk
+            self._offered -= entry.nbytes if entry.alive and not entry.offers else 0
+
+    def resize(self, budget_bytes: int) -> int:
+        """Sets the budget and evicts down to it, as `shrink` does. Returns the bytes freed; what is pinned stays."""
+        with self.lock:
             self._budget = budget_bytes
-            _, gone = self.make_room_locked(0)
-            freed = before - self._used
+            freed, gone = self._give_up(self._used - budget_bytes)
         del gone
         return freed
 
     def shrink(self, nbytes: int) -> int:
-        """Evicts about `nbytes`, least recently used first, without lowering the budget. Returns the bytes freed."""
-        gone: list[Entry] = []
-        freed = 0
+        """Evicts about `nbytes` without lowering the budget, first what is on disk too. Returns the bytes freed."""
         with self.lock:
+            freed, gone = self._give_up(nbytes)
+        del gone
+        return freed
+
+    def _give_up(self, nbytes: int) -> tuple[int, list[Entry]]:
+        """Evicts least recently used entries that the disk has, then others. Nothing is lost by the former."""
+        gone: list[Entry] = []
+        spared: list[int] = []
+        freed = 0
+        for only_on_disk in (True, False):
             while freed < nbytes and (victim := self._pop_oldest()) is not None:
+                if only_on_disk and not victim.on_disk:
+                    spared.append(victim.last_use)
+                    continue
                 freed += victim.nbytes
                 self._evict(victim)
                 gone.append(victim)
-        del gone
-        return freed
+            while spared:
+                heapq.heappush(self._oldest, spared.pop())
+        return freed, gone
 
     def stats(self) -> TierStats:
         with self.lock:
@@ -191,6 +226,7 @@ class HotTier:
                 budget_bytes=self._budget,
                 pinned_bytes=self._pinned,
                 cached_bytes=self._used - self._pinned,
+                offered_bytes=self._offered,
                 entries=len(self._entries),
                 evicted=self._evicted,
                 evicted_bytes=self._evicted_bytes,
@@ -203,11 +239,13 @@ class HotTier:
             entries = list(self._entries.values())
             used = sum(entry.nbytes for entry in entries)
             pinned = sum(entry.nbytes for entry in entries if entry.pins)
+            offered = sum(entry.nbytes for entry in entries if entry.offers)
             listed = set(self._oldest)
             lost = [use for use, entry in self._entries.items() if _evictable(entry) and use not in listed]
-            if (used, pinned) != (self._used, self._pinned):
+            if (used, pinned, offered) != (self._used, self._pinned, self._offered):
                 raise CacheInvariantError(
-                    f"entries hold {used} ({pinned} pinned), counted {self._used}, {self._pinned}"
+                    f"entries hold {used} ({pinned} pinned, {offered} offered),"
+                    f" counted {self._used}, {self._pinned}, {self._offered}"
                 )
             if not all(entry.alive and entry.last_use == use for use, entry in self._entries.items()):
                 raise CacheInvariantError("an entry that has left its tree is still counted")

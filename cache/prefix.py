@@ -19,7 +19,8 @@ from omlxd.cache.hot import HotTier
 from omlxd.cache.keys import BlockSpec, MediaSpan, chain, pack, unpack
 from omlxd.cache.layouts import Leaf, ModelLayout
 from omlxd.cache.pieces import join
-from omlxd.cache.store import BlockStore, Name, StoredBlock, StoredCheckpoint
+from omlxd.cache.restoration import Restoration
+from omlxd.cache.store import BlockStore, Name, Offer, StoredBlock, StoredCheckpoint
 from omlxd.cache.tree import PrefixTree
 from omlxd.cache.tree_view import Node
 from omlxd.cache.writer import Writer
@@ -145,6 +146,10 @@ class PrefixCache:
         finally:
             if not done:
                 self.release(_entries(match))
+        with self._tier.lock:
+            is_overdrawn = self._tier.is_overdrawn_locked
+        if is_overdrawn:
+            hit.release()  # what has no room in memory was only there to be restored
         if self._store is not None and match.blocks:
             self._store.used(block.spec.key for block in match.blocks)
         self._counts.lookups += 1
@@ -188,24 +193,39 @@ class PrefixCache:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def publish(self, tokens: Sequence[int], caches: Sequence[Leaf], upto: int, media: Sequence[MediaSpan] = ()) -> int:
-        """Stores the blocks of the first `upto` tokens that are not stored yet; returns how many blocks were cut.
+    def publish(
+        self,
+        tokens: Sequence[int],
+        caches: Sequence[Leaf],
+        upto: int,
+        media: Sequence[MediaSpan] = (),
+        *,
+        since: int = 0,
+    ) -> int:
+        """Stores the blocks of the first `upto` tokens that are not stored yet; returns how many memory took.
 
-        `caches` belong to one request (no batch) and have computed at least `upto` tokens of it. The last block may be
-        partial. Rows that have left a window layer's ring are left out: the block is then usable from where its windows
-        are whole. Raises CacheInvariantError when the caches have not come as far as `upto`.
+        What memory has no room for is handed to the colder tier, but for the first `since` tokens: those were published
+        before, or came from there. `caches` belong to one request (no batch) and have computed at least `upto` tokens
+        of it. The last block may be partial. Rows that have left a window layer's ring are left out: the block is then
+        usable from where its windows are whole. Raises CacheInvariantError when the caches have not come as far.
         """
-        return self._writer.publish(tokens, caches, upto, media)
+        return self._writer.publish(tokens, caches, upto, media, since)
 
     def checkpoint(
-        self, tokens: Sequence[int], caches: Sequence[Leaf], position: int, media: Sequence[MediaSpan] = ()
+        self,
+        tokens: Sequence[int],
+        caches: Sequence[Leaf],
+        position: int,
+        media: Sequence[MediaSpan] = (),
+        *,
+        since: int = 0,
     ) -> bool:
         """Stores the recurrent state after the first `position` tokens, which is where the caches must stand.
 
-        The blocks up to there are published too. Returns whether the checkpoint is stored now; for a model without
+        The blocks up to there are published too. Returns whether the checkpoint is in memory now; for a model without
         recurrent leaves this only publishes, and is False. Raises CacheInvariantError when the caches stand elsewhere.
         """
-        return self._writer.checkpoint(tokens, caches, position, media)
+        return self._writer.checkpoint(tokens, caches, position, media, since)
 
     def adopt(
         self,
@@ -215,17 +235,31 @@ class PrefixCache:
     ) -> int:
         """Takes in what a store has read for this prompt: blocks in order, each checkpoint after the block it is in.
 
-        Their arrays are evaluated and theirs no longer. Records that do not continue what is here, or for which there
-        is no room, are left out. Returns how many were taken.
+        As `Restoration.add`, within the budget and at once. Returns how many were taken.
         """
-        return self._writer.adopt(tokens, records, media)
+        restoration = self.restoration(tokens, media)
+        for record in records:
+            restoration.add(record)
+        restoration.release()
+        return restoration.taken
 
-    def records(self, names: Collection[Name]) -> list[StoredBlock | StoredCheckpoint]:
-        """Those of the named blocks and checkpoints that are here, parents first.
+    def restoration(self, tokens: Sequence[int], media: Sequence[MediaSpan] = ()) -> Restoration:
+        """For what is going to be read of a prompt, more than memory has now; the caller's, to be released."""
+        return Restoration(
+            root=self._root,
+            tier=self._tier,
+            tree=self._tree,
+            specs=self._specs(tokens, media),
+            block_size=self.block_size,
+            release=self._writer.release,
+        )
+
+    def offers(self, names: Collection[Name]) -> list[Offer]:
+        """Those of the named blocks and checkpoints that are here, parents first, each of which must be answered.
 
         For any thread: their arrays are evaluated.
         """
-        return self._writer.records(names)
+        return self._writer.offers(names)
 
     def nodes(self, limit: int) -> list[Node]:
         """Those used last, for people to look at. For any thread."""

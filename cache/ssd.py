@@ -29,7 +29,7 @@ from omlxd.cache.ssd_queue import WriteQueue
 from omlxd.cache.ssd_reader import Reader, Unreadable
 from omlxd.cache.ssd_volume import Place, Volume
 from omlxd.cache.ssd_writer import Condition, Source, Writer
-from omlxd.cache.store import BLOCK, CHECKPOINT, StoredBlock, StoredCheckpoint
+from omlxd.cache.store import BLOCK, CHECKPOINT, Name, Offer
 from omlxd.cache.tree_view import Node
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class SsdStore:
         return ModelStore(self, model)
 
     def feed_from(self, model: Model, source: Source) -> None:
-        """`source` gives, on any thread, those of the named records that are in memory."""
+        """`source` offers, on any thread, those of the named records that are in memory."""
         self._writer.sources[model.identity] = (model, source)
 
     def stats(self) -> SsdStats:
@@ -107,6 +107,11 @@ class SsdStore:
             queued_bytes=self._queue.waiting_bytes,
             counts=counts,
         )
+
+    @property
+    def queued_bytes(self) -> int:
+        """Of what waits to be written; its arrays may be those of the hot tier."""
+        return self._queue.waiting_bytes
 
     def totals(self) -> Mapping[str, Totals]:
         """What each model has on disk, by name; nothing while the disk cannot be asked."""
@@ -169,8 +174,8 @@ class SsdStore:
         for stop in range(max(1, len(tokens) - 1), len(tokens) + 1):
             *_, last = chain(model.identity, pack(tokens[:stop]), (), model.block_size)
             names |= {(BLOCK, last.key), (CHECKPOINT, last.key)}
-        for record in source(names):
-            self._queue.offer(model, record, always=True)
+        for offer in source(names):
+            self._queue.offer(model, offer, always=True)
         self.written().result(ERRAND_S)
 
     def _chain(self, model: Model, tokens: Sequence[int]) -> Chain:
@@ -222,8 +227,14 @@ class SsdStore:
 
     # -- for the views ------------------------------------------------------------------------------------------------
 
-    def offer(self, model: Model, record: Record) -> None:
-        self._queue.offer(model, record)
+    def offer(self, model: Model, offer: Offer) -> None:
+        self._queue.offer(model, offer)
+
+    def takes(self, nbytes: int) -> bool:
+        return self._writer.condition.state in ("opening", "on") and self._queue.has_room(nbytes)
+
+    def missed(self, model: Model, names: Iterable[Name]) -> None:
+        self._queue.note_missed(model.identity, names)
 
     def used(self, keys: Iterable[bytes]) -> None:
         self._queue.used(keys)
@@ -250,8 +261,14 @@ class ModelStore:
         """Where records are to be had again that the queue had no room for."""
         self.store.feed_from(self.model, source)
 
-    def offer(self, record: StoredBlock | StoredCheckpoint) -> None:
-        self.store.offer(self.model, record)
+    def offer(self, offer: Offer) -> None:
+        self.store.offer(self.model, offer)
+
+    def takes(self, nbytes: int) -> bool:
+        return self.store.takes(nbytes)
+
+    def missed(self, names: Iterable[Name]) -> None:
+        self.store.missed(self.model, names)
 
     def used(self, keys: Iterable[bytes]) -> None:
         self.store.used(keys)

@@ -12,15 +12,18 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from omlxd.cache.disk import Disk
 from omlxd.cache.ssd_format import BadFile, Model, encode, missing_rows
 from omlxd.cache.ssd_index import ALIEN, Entry, entry_of
-from omlxd.cache.ssd_queue import Job, name_of
+from omlxd.cache.ssd_queue import Job
 from omlxd.cache.ssd_volume import Place, Volume
 from omlxd.cache.store import BLOCK, CHECKPOINT, StoredCheckpoint
 
 log = logging.getLogger(__name__)
+
+Written = Literal["new", "there", "refused"]  # a file was there already; there was no room for one
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,28 +48,27 @@ class Files:
         self._disk = disk
         self._clock = clock
 
-    def write(self, volume: Volume, job: Job) -> bool:
-        """Whether a file was written; not when there is one already, or no room."""
+    def write(self, volume: Volume, job: Job) -> Written:
         model, record = job.model, job.record
         identity = model.identity.hex()
-        kind, key = name_of(record)
+        kind, key = job.offer.name
         now = self._clock()
         there = volume.index.find(identity, kind, key)
         is_good = model.identity not in self.suspects
         if there is not None and is_good and there.gaps <= missing_rows(record):
             volume.index.use([key], now)
-            return False
+            return "there"
         try:
             parts = encode(record, model)
         except BadFile as bad:
             log.error("a block cannot be written: %s", bad.reason)
             self.drop(model)
-            return False
+            return "refused"
         size = sum(len(part) for part in parts)
         volume.index.use([record.parent], now)  # it must not go to make room for what continues it
         if not self.make_room(volume, size):
             self.drop(model)
-            return False
+            return "refused"
         path, part = self._place.file(identity, kind, key), self._place.part(identity, kind, key)
         volume.make_directory(identity)
         self._put(part, path, parts)
@@ -83,7 +85,7 @@ class Files:
         if kind == BLOCK and not entry.gaps and not record.spec.spans:
             for shorter in volume.index.superseded(entry):
                 self.remove(volume, shorter)
-        return True
+        return "new"
 
     def drop(self, model: Model, count: int = 1) -> None:
         self.counts["dropped"] += count

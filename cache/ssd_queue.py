@@ -2,7 +2,8 @@
 
 Any thread puts in and returns at once; the writer alone takes out. Records are bounded in bytes: one that finds the
 queue full is refused and noted as missed, to be asked for again when the writer has nothing better to do. Until a
-record is written (or given up) it can be found here, so that what memory has just dropped is not lost in between.
+record is written (or given up) it can be found here, so that what memory has just dropped is not lost in between. Each
+offer is answered once, outside of the queue's lock: whether the record is on disk now.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from itertools import islice
 
 from omlxd.cache.keys import common_run
 from omlxd.cache.ssd_format import Model, Record
-from omlxd.cache.store import BLOCK, CHECKPOINT, Name, StoredBlock, StoredCheckpoint
+from omlxd.cache.store import Name, Offer, StoredBlock
 
 MOST_MISSED = 100_000
 
@@ -25,7 +26,11 @@ class Job:
     """A record to be written, for a model."""
 
     model: Model
-    record: Record
+    offer: Offer
+
+    @property
+    def record(self) -> Record:
+        return self.offer.record
 
 
 class WriteQueue:
@@ -43,21 +48,29 @@ class WriteQueue:
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
-    def offer(self, model: Model, record: Record, *, always: bool = False) -> bool:
+    def offer(self, model: Model, offer: Offer, *, always: bool = False) -> bool:
         """Whether it was taken; `always` knows no bound. One that is there already is replaced: the newer is better."""
-        name = (model.identity, name_of(record))
-        size = nbytes(record)
+        name = (model.identity, offer.name)
         with self._changed:
             there = self._jobs.pop(name, None)
-            self._bytes -= nbytes(there.record) if there else 0
-            if not always and self._bytes + size > self._max_bytes:
+            self._bytes -= there.offer.nbytes if there else 0
+            is_taken = always or self._bytes + offer.nbytes <= self._max_bytes
+            if is_taken:
+                self._jobs[name] = Job(model, offer)
+                self._bytes += offer.nbytes
+                self._missed.pop(name, None)
+                self._changed.notify()
+            else:
                 self._miss(name)
-                return False
-            self._jobs[name] = Job(model, record)
-            self._bytes += size
-            self._missed.pop(name, None)
-            self._changed.notify()
-            return True
+        if there is not None:
+            there.offer.tell(False)
+        if not is_taken:
+            offer.tell(False)
+        return is_taken
+
+    def has_room(self, nbytes: int) -> bool:
+        with self._changed:
+            return self._bytes + nbytes <= self._max_bytes
 
     def used(self, keys: Iterable[bytes]) -> None:
         with self._changed:
@@ -89,7 +102,7 @@ class WriteQueue:
 
     def _current(self, identity: bytes, name: Name) -> Job | None:
         job = self._writing
-        return job if job and job.model.identity == identity and name_of(job.record) == name else None
+        return job if job and job.model.identity == identity and job.offer.name == name else None
 
     @property
     def waiting_bytes(self) -> int:
@@ -132,19 +145,24 @@ class WriteQueue:
             _, self._writing = self._jobs.popitem(last=False)
             return self._writing
 
-    def done(self) -> None:
-        with self._changed:
-            if self._writing is not None:
-                self._bytes -= nbytes(self._writing.record)
-            self._writing = None
+    def done(self, *, on_disk: bool) -> None:
+        """The record that was taken out is on disk now, or will not be."""
+        job = self._put_away()
+        if job is not None:
+            job.offer.tell(on_disk)
 
     def miss(self) -> None:
         """The record could not be written now; it is noted, as if it had been refused."""
+        job = self._put_away()
+        if job is not None:
+            self.note_missed(job.model.identity, [job.offer.name])
+            job.offer.tell(False)
+
+    def _put_away(self) -> Job | None:
         with self._changed:
-            if self._writing is not None:
-                self._bytes -= nbytes(self._writing.record)
-                self._miss((self._writing.model.identity, name_of(self._writing.record)))
-            self._writing = None
+            job, self._writing = self._writing, None
+            self._bytes -= job.offer.nbytes if job else 0
+            return job
 
     def _miss(self, name: tuple[bytes, Name]) -> None:
         if len(self._missed) < MOST_MISSED:
@@ -181,12 +199,13 @@ class WriteQueue:
     def drop_model(self, identity: bytes) -> int:
         """Forgets what waits for one model; returns how many records."""
         with self._changed:
-            mine = [name for name in self._jobs if name[0] == identity]
-            for name in mine:
-                self._bytes -= nbytes(self._jobs.pop(name).record)
+            mine = [self._jobs.pop(name) for name in list(self._jobs) if name[0] == identity]
+            self._bytes -= sum(job.offer.nbytes for job in mine)
             for name in [one for one in self._missed if one[0] == identity]:
                 del self._missed[name]
-            return len(mine)
+        for job in mine:
+            job.offer.tell(False)
+        return len(mine)
 
     def forget_missed(self, known: Collection[bytes]) -> int:
         """Gives up what was refused of models that nobody can be asked about; returns how many records."""
@@ -195,13 +214,3 @@ class WriteQueue:
             for one in lost:
                 del self._missed[one]
             return len(lost)
-
-
-def name_of(record: Record) -> Name:
-    return CHECKPOINT if isinstance(record, StoredCheckpoint) else BLOCK, record.spec.key
-
-
-def nbytes(record: Record) -> int:
-    if isinstance(record, StoredCheckpoint):
-        return sum(slot.nbytes for state in record.states for slot in state if slot is not None)
-    return sum(piece.nbytes for piece in record.pieces) + len(record.spec.tokens)

@@ -19,12 +19,12 @@ from typing import TypeVar
 
 from omlxd.cache.disk import Disk
 from omlxd.cache.errors import CacheError
-from omlxd.cache.ssd_files import Files, Limits
-from omlxd.cache.ssd_format import Model, Record
-from omlxd.cache.ssd_queue import Job, WriteQueue, name_of
+from omlxd.cache.ssd_files import Files, Limits, Written
+from omlxd.cache.ssd_format import Model
+from omlxd.cache.ssd_queue import Job, WriteQueue
 from omlxd.cache.ssd_sweep import sweep
 from omlxd.cache.ssd_volume import Place, ReadOnly, Unavailable, Volume
-from omlxd.cache.store import Name
+from omlxd.cache.store import Name, Offer
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ REFILL = 16  # records asked for again at once: errands wait for so many
 SETTLE_S = 0.5  # how long uses gather before they are written down
 
 T = TypeVar("T")
-Source = Callable[[Collection[Name]], Sequence[Record]]
+Source = Callable[[Collection[Name]], Sequence[Offer]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,18 +234,20 @@ class Writer:
         if job is None:
             return False
         began = self._clock()
-        self._write_one(job)
-        self._queue.done()  # and not before: until it is in the index, only the queue can say where it is
+        written = self._write_one(job)
+        # And not before: until it is in the index, only the queue can say where it is.
+        self._queue.done(on_disk=written != "refused")
         if self._stop_at is None and not self._told_when_idle:
             self._queue.breathe(REST * max(0.0, self._clock() - began))
         return True
 
-    def _write_one(self, job: Job) -> None:
+    def _write_one(self, job: Job) -> Written:
         volume = self._there()
         volume.index.begin()
         written = self.files.write(volume, job)
         volume.index.commit()
-        self._good(written=written)
+        self._good(written=written == "new")
+        return written
 
     def _there(self) -> Volume:
         volume = self._volume
@@ -301,13 +303,15 @@ class Writer:
         self.files.counts["dropped"] += self._queue.forget_missed(self.sources)
         return False
 
-    def _write_again(self, model: Model, names: Collection[Name], records: Sequence[Record]) -> None:
-        self.files.drop(model, len(names) - len(records))
-        for index, record in enumerate(records):
+    def _write_again(self, model: Model, names: Collection[Name], offers: Sequence[Offer]) -> None:
+        self.files.drop(model, len(names) - len(offers))
+        for index, offer in enumerate(offers):
             if self._stop_at is not None and self._clock() >= self._stop_at:
-                self._queue.note_missed(model.identity, [name_of(rest) for rest in records[index:]])
+                self._queue.note_missed(model.identity, [rest.name for rest in offers[index:]])
+                for rest in offers[index:]:
+                    rest.tell(False)
                 return
-            self._queue.offer(model, record, always=True)
+            self._queue.offer(model, offer, always=True)
             while self._write_next():
                 pass
 

@@ -7,7 +7,7 @@ read them, and nobody writes into them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,11 +37,42 @@ class StoredCheckpoint:
     states: Sequence[State]
 
 
+def _nobody(is_kept: bool) -> None:
+    """Where nobody wants to know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A record for the store to keep. It calls `tell` once, on any thread: whether it has the record now."""
+
+    record: StoredBlock | StoredCheckpoint
+    tell: Callable[[bool], None] = _nobody
+
+    @property
+    def name(self) -> Name:
+        return CHECKPOINT if isinstance(self.record, StoredCheckpoint) else BLOCK, self.record.spec.key
+
+    @property
+    def nbytes(self) -> int:
+        """The record's arrays, and a block's token ids."""
+        if isinstance(self.record, StoredCheckpoint):
+            return sum(slot.nbytes for state in self.record.states for slot in state if slot is not None)
+        return sum(piece.nbytes for piece in self.record.pieces) + len(self.record.spec.tokens)
+
+
 class BlockStore(Protocol):
     """Where blocks go besides memory."""
 
-    def offer(self, record: StoredBlock | StoredCheckpoint) -> None:
+    def offer(self, offer: Offer) -> None:
         """Something was published. Returns at once; a store that is too busy to keep it counts that itself."""
+        ...
+
+    def takes(self, nbytes: int) -> bool:
+        """Whether an offer of that size would be taken now: for what memory has no room for, and nobody keeps else."""
+        ...
+
+    def missed(self, names: Collection[Name]) -> None:
+        """These were published and not offered: memory has no room for them, and the store has none."""
         ...
 
     def used(self, keys: Iterable[bytes]) -> None:

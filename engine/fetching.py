@@ -1,9 +1,10 @@
 """Prefixes on their way from the SSD tier: the requests that wait for them, and when waiting is no longer worth it.
 
 Owned by the engine thread, which never waits here: files are read on the tier's own threads, and what they bring comes
-back through the inbox, block by block, straight into the prefix cache. A fetch ends when all is there, when a file is
-missing or bad, when reading turns out slower than computing, or when the disk has been silent for too long. Then its
-request goes back to the line, and what has come is what it begins with.
+back through the inbox, block by block, straight into the prefix cache. What the cache's budget has no room for is lent
+to the request, on its own account, until it begins. A fetch ends when all is there, when a file is missing or bad, when
+there is no memory for more, when reading turns out slower than computing, or when the disk has been silent for too
+long. Then its request goes back to the line, and what has come is what it begins with.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from omlxd.cache.errors import CacheError
+from omlxd.engine.ledger import Reservation
 from omlxd.engine.prefixes import Prefixes
 from omlxd.engine.request import Clock, Request
 
 if TYPE_CHECKING:
+    from omlxd.cache.restoration import Restoration
     from omlxd.cache.ssd import ModelStore
     from omlxd.cache.ssd_format import Record
     from omlxd.cache.ssd_plan import Plan, Step
@@ -33,11 +36,23 @@ Deliver = Callable[[Callable[[], None]], None]
 Rate = Callable[[], float | None]
 
 
+@dataclass(frozen=True, slots=True)
+class Lender:
+    """What a fetch asks of the engine's memory. `admit`: whether the request's own caches are reserved, or can be now.
+
+    `lend` reserves so many bytes for what is read and has no room in the prefix cache's budget; None if there are none.
+    """
+
+    admit: Callable[[Request], bool]
+    lend: Callable[[int], Reservation | None]
+
+
 @dataclass(slots=True)
 class _Fetch:
     """One request's fetch. `next` is the first step that has not been taken in; later ones may have come already."""
 
     request: Request
+    restoration: Restoration
     store: ModelStore
     first: bytes  # the key of the first block that is not in memory
     moved_at: float
@@ -48,17 +63,26 @@ class _Fetch:
     next: int = 0
     tokens: int = 0
     followers: list[Request] = field(default_factory=list)
+    loan: Reservation | None = None  # for the steps that are still to come; those that have count where they are
 
 
 class Fetching:
     """The requests in state FETCHING."""
 
     def __init__(
-        self, store: ModelStore | None, prefixes: Prefixes, *, deliver: Deliver, rate: Rate, clock: Clock
+        self,
+        store: ModelStore | None,
+        prefixes: Prefixes,
+        lender: Lender,
+        *,
+        deliver: Deliver,
+        rate: Rate,
+        clock: Clock,
     ) -> None:
         """`deliver` has something called on the engine thread, from any; `rate` is that of prefill, in tokens/s."""
         self._store = store
         self._prefixes = prefixes
+        self._lender = lender
         self._deliver = deliver
         self._rate = rate
         self._clock = clock
@@ -102,7 +126,10 @@ class Fetching:
             if fetch.first == first:
                 fetch.followers.append(request)
                 return True
-        fetch = _Fetch(request, self._store, first, self._clock())
+        restoration = self._prefixes.restoration(request)
+        if restoration is None:
+            return False
+        fetch = _Fetch(request, restoration, self._store, first, self._clock())
         self._fetches[request.id] = fetch
         self._tell(self._store.plan(standing), fetch, self._planned)
         return True
@@ -134,6 +161,16 @@ class Fetching:
             future.cancel()
         self._done.add(fetch.request.id)
         self._over += [fetch.request, *fetch.followers]
+        self._hand_over(fetch)
+
+    def _hand_over(self, fetch: _Fetch) -> None:
+        """What was lent stays until those who waited for it begin. The rest is in the cache, and need not be held."""
+        if fetch.loan is None:
+            fetch.restoration.release()
+            return
+        fetch.loan.release()
+        waiting = [request for request in (fetch.request, *fetch.followers) if self._lender.admit(request)]
+        self._prefixes.keep(fetch.restoration, waiting)
 
     # -- on the way ---------------------------------------------------------------------------------------------------
 
@@ -169,15 +206,27 @@ class Fetching:
 
     def _came(self, index: int, fetch: _Fetch, record: Record) -> None:
         fetch.come[index] = record
-        records: list[Record] = []
         while fetch.next in fetch.come:
-            records.append(fetch.come.pop(fetch.next))
+            if not self._take(fetch, fetch.steps[fetch.next], fetch.come.pop(fetch.next)):
+                self._end(fetch)  # there is no room for it in memory
+                return
             fetch.tokens += fetch.steps[fetch.next].num_tokens
             fetch.next += 1
-        if records and not self._prefixes.adopt(fetch.request, records):
-            self._end(fetch)  # there is no room for it in memory
-            return
         self._go_on(fetch)
+
+    def _take(self, fetch: _Fetch, step: Step, record: Record) -> bool:
+        """Takes one record in; False if neither the cache nor the request has room for it."""
+        is_lent, on_disk = fetch.loan is not None, step.record is None
+        if not fetch.restoration.add(record, beyond_budget=is_lent, on_disk=on_disk):
+            # The request's own caches come first: what it holds while it waits for them would be in its own way.
+            if self._lender.admit(fetch.request):
+                fetch.loan = self._lender.lend(sum(each.nbytes for each in fetch.steps[fetch.next :]))
+            if fetch.loan is None:
+                return False
+            fetch.restoration.add(record, beyond_budget=True, on_disk=on_disk)
+        if fetch.loan is not None:
+            fetch.loan.resize(max(0, fetch.loan.nbytes - step.nbytes))
+        return True
 
     def _is_slow(self, fetch: _Fetch) -> bool:
         """Whether the rest would sooner be computed than read, at the speeds measured."""

@@ -18,7 +18,7 @@ from mlx.nn.layers.base import Module
 
 from omlxd.cache.errors import CacheInvariantError
 from omlxd.cache.prefix import Hit, PrefixCache, Standing
-from omlxd.cache.ssd_format import Record
+from omlxd.cache.restoration import Restoration
 from omlxd.engine.prefill import Prefill, new_caches
 from omlxd.engine.request import Request
 
@@ -40,6 +40,14 @@ class _Kept:
     stops: list[int]  # positions to come at which everything is stored, ascending
 
 
+@dataclass(frozen=True, slots=True)
+class _Lent:
+    """What was read from disk beyond the cache's budget, and the requests that are still to begin with it."""
+
+    restoration: Restoration
+    waiting: set[str]
+
+
 class Prefixes:
     """The prefixes of one model's requests."""
 
@@ -48,6 +56,7 @@ class Prefixes:
         self._cache = cache
         self._stride = cache.publish_stride if cache is not None else 0
         self._live: dict[str, _Kept] = {}
+        self._lent: dict[str, _Lent] = {}
 
     @property
     def cache(self) -> PrefixCache | None:
@@ -70,6 +79,7 @@ class Prefixes:
         if self._cache is None or not request.job.use_cache:
             return Prefill(self._model, tokens, new_caches(self._model))
         hit = self._cache.lookup(tokens)
+        self._let_go(request.id)
         self._live[request.id] = _Kept(
             hit, computed=hit.num_tokens, stored=hit.num_tokens, stops=self._stops(request, hit.num_tokens)
         )
@@ -82,9 +92,25 @@ class Prefixes:
         """What memory has of the request's tokens, for the disk to go on from; None without a cache."""
         return None if self._cache is None else self._cache.standing(request.tokens)
 
-    def adopt(self, request: Request, records: Sequence[Record]) -> int:
-        """Takes in what was read from disk of the request's prefix; returns how much of it was new and had room."""
-        return 0 if self._cache is None else self._cache.adopt(request.tokens, records)
+    def restoration(self, request: Request) -> Restoration | None:
+        """For what will be read from disk of the request's prefix; None without a cache."""
+        return None if self._cache is None else self._cache.restoration(request.tokens)
+
+    def keep(self, restoration: Restoration, requests: Sequence[Request]) -> None:
+        """Keeps what was read until all of these have begun, or left."""
+        waiting = {request.id for request in requests}
+        if not waiting:
+            restoration.release()
+        for id in waiting:
+            self._lent[id] = _Lent(restoration, waiting)
+
+    def _let_go(self, id: str) -> None:
+        """The request has its caches, or needs none: it does not wait for what was read for it any more."""
+        lent = self._lent.pop(id, None)
+        if lent is not None:
+            lent.waiting.discard(id)
+            if not lent.waiting:
+                lent.restoration.release()
 
     def would_reuse(self, request: Request) -> int:
         """How many of the request's tokens are stored now."""
@@ -159,6 +185,7 @@ class Prefixes:
 
     def forget(self, request: Request) -> None:
         """Ends the request's pins."""
+        self._let_go(request.id)
         kept = self._live.pop(request.id, None)
         if kept is not None:
             kept.hit.release()
@@ -174,7 +201,7 @@ class Prefixes:
         if self._cache is None or kept is None or upto <= kept.stored:
             return
         try:
-            self._cache.publish(request.tokens, caches, upto)
+            self._cache.publish(request.tokens, caches, upto, since=kept.stored)
         except CacheInvariantError:
             self._give_up()
         kept.stored = upto
@@ -186,7 +213,7 @@ class Prefixes:
         if not self.only_at_checkpoints and position <= kept.stored:
             return
         try:
-            self._cache.checkpoint(request.tokens, caches, position)
+            self._cache.checkpoint(request.tokens, caches, position, since=kept.stored)
         except CacheInvariantError:
             self._give_up()
         kept.stored = position

@@ -27,7 +27,7 @@ from omlxd.engine.api import (
 )
 from omlxd.engine.batch import Batch, Caches, InterleavedBatch, MergedBatch, RowFailed, RowToken
 from omlxd.engine.decoder import direct
-from omlxd.engine.fetching import Fetching
+from omlxd.engine.fetching import Fetching, Lender
 from omlxd.engine.following import Following
 from omlxd.engine.guard import MemoryGuard
 from omlxd.engine.inbox import Abort, Ask, Close, Closed, Deliver, Inbox, Preempt, Refuse, Submit
@@ -84,13 +84,13 @@ class Worker:
         self.merges_rows = mergeable(new_caches(loaded.model))
         self._prefixes = Prefixes(loaded.model, loaded.cache)
         self._following = Following(clock, block_size=self._prefixes.block_size)
-        self._memory = WorkMemory(
-            loaded.facts.name, guard or MemoryGuard(), loaded.costs, clock, merges_rows=self.merges_rows
-        )
+        name, guard = loaded.facts.name, guard or MemoryGuard()
+        self._memory = WorkMemory(name, guard, loaded.costs, clock, merges_rows=self.merges_rows)
         self._line = Line(clock)
         self._fetching = Fetching(
             loaded.store,
             self._prefixes,
+            Lender(self._memory.admit, lend=lambda nbytes: guard.reserve(name, "kv", nbytes)),
             deliver=lambda call: inbox.put(Deliver(call)),
             rate=lambda: self._prompts.rate.tokens_per_s,
             clock=clock,

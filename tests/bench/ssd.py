@@ -30,7 +30,7 @@ from omlxd.cache.pieces import Piece
 from omlxd.cache.prefix import PrefixCache
 from omlxd.cache.ssd_format import Model
 from omlxd.cache.ssd_index import Entry, Index, Lookup
-from omlxd.cache.store import BLOCK, StoredBlock
+from omlxd.cache.store import BLOCK, Offer, StoredBlock
 from tests.cache.shelves import flush, open_store
 from tests.engine.running import Running, engine, job, loaded
 from tests.models import VOCABULARY, build
@@ -56,7 +56,7 @@ def with_store(store, model):
     layout = ModelLayout(make_prompt_cache(model))
     view = store.view(Model.of(layout, bytes(32), BLOCK_SIZE))
     cache = PrefixCache(root=bytes(32), layout=layout, tier=HotTier(4 << 30), block_size=BLOCK_SIZE, store=view)
-    view.feed_from(cache.records)
+    view.feed_from(cache.offers)
     plain = loaded("llama", model)
     return replace(plain, cache=cache, store=view, facts=replace(plain.facts, context_tokens=8192))
 
@@ -110,7 +110,7 @@ def keep_busy(store, stop: threading.Event) -> None:
     busy = Model(b"\2" * 32, "made up", BLOCK_SIZE, 16, 0)
     for number in range(1 << 30):
         (spec,) = chain(busy.identity, pack([number] * BLOCK_SIZE), (), BLOCK_SIZE)
-        store.offer(busy, StoredBlock(busy.identity, spec, pieces))
+        store.offer(busy, Offer(StoredBlock(busy.identity, spec, pieces)))
         if stop.wait(0.002):
             return
 

@@ -14,6 +14,7 @@ from omlxd.cache.hot import HotTier
 from omlxd.cache.keys import MediaSpan
 from omlxd.cache.layouts import Leaf, ModelLayout
 from omlxd.cache.prefix import PrefixCache
+from omlxd.cache.restoration import Restoration
 from omlxd.cache.sessions import Quota
 from omlxd.cache.ssd import ModelStore, SsdStore
 from omlxd.cache.ssd_format import Model
@@ -43,17 +44,28 @@ class Shelved:
 
     cache: PrefixCache
     view: ModelStore
+    tier: HotTier
 
     def fetch(self, tokens: Sequence[int], media: Sequence[MediaSpan] = ()) -> int:
-        """Brings what the disk has of a prompt into memory; returns how many records that took."""
+        """Brings what the disk has of a prompt into memory, as far as there is room; returns how many records came."""
+        restoration = self.restoration(tokens, media, beyond_budget=False)
+        restoration.release()
+        return restoration.taken
+
+    def restoration(
+        self, tokens: Sequence[int], media: Sequence[MediaSpan] = (), *, beyond_budget: bool = True
+    ) -> Restoration:
+        """Reads what the disk has of a prompt, for a lookup before the restoration is released."""
         plan = self.view.plan(self.cache.standing(tokens, media)).result(WAIT_S)
-        records = []
+        restoration = self.cache.restoration(tokens, media)
         for step in plan.steps:
             try:
-                records.append(self.view.read(step).result(WAIT_S))
+                record = self.view.read(step).result(WAIT_S)
             except Unreadable:
                 break
-        return self.cache.adopt(tokens, records, media)
+            if not restoration.add(record, beyond_budget=beyond_budget, on_disk=step.record is None):
+                break
+        return restoration
 
 
 def shelved(
@@ -61,9 +73,10 @@ def shelved(
 ) -> Shelved:
     layout = ModelLayout(leaves)
     view = store.view(Model.of(layout, root, block))
-    cache = PrefixCache(root=root, layout=layout, tier=tier or HotTier(PLENTY), block_size=block, store=view)
-    view.feed_from(cache.records)
-    return Shelved(cache, view)
+    tier = HotTier(PLENTY) if tier is None else tier
+    cache = PrefixCache(root=root, layout=layout, tier=tier, block_size=block, store=view)
+    view.feed_from(cache.offers)
+    return Shelved(cache, view, tier)
 
 
 def of_model(store: SsdStore, name: str, tier: HotTier | None = None, **changes: Any) -> Shelved:

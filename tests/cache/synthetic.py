@@ -16,7 +16,7 @@ from omlxd.cache.hot import HotTier
 from omlxd.cache.keys import MediaSpan, pack
 from omlxd.cache.layouts import LAYOUTS, Leaf, ModelLayout, class_name, leaves
 from omlxd.cache.prefix import PrefixCache
-from omlxd.cache.store import BlockStore, StoredBlock, StoredCheckpoint
+from omlxd.cache.store import BlockStore, Name, Offer, StoredBlock, StoredCheckpoint
 
 WINDOW = 6
 
@@ -47,8 +47,15 @@ class Shelf:
     def __init__(self) -> None:
         self.records: list[StoredBlock | StoredCheckpoint] = []
 
-    def offer(self, record: StoredBlock | StoredCheckpoint) -> None:
-        self.records.append(record)
+    def offer(self, offer: Offer) -> None:
+        self.records.append(offer.record)
+        offer.tell(True)
+
+    def takes(self, nbytes: int) -> bool:
+        return True
+
+    def missed(self, names: Iterable[Name]) -> None:
+        raise AssertionError("it takes everything")
 
     def used(self, keys: Iterable[bytes]) -> None:
         """It forgets nothing, whatever is used."""

@@ -22,6 +22,7 @@ from omlxd.cache.layouts import ModelLayout
 from omlxd.cache.prefix import PrefixCache
 from omlxd.engine.api import Delta, GenerationResult, Progress
 from omlxd.engine.engine import Engine
+from omlxd.engine.guard import MemoryGuard
 from omlxd.engine.inbox import Close
 from omlxd.engine.job import Job
 from omlxd.engine.model import LoadedModel, ModelFacts
@@ -108,8 +109,10 @@ class Running:
 
 
 @asynccontextmanager
-async def engine(model: LoadedModel, *, clock: Clock = time.monotonic, **limits: Any) -> AsyncIterator[Engine]:
-    running = Engine(model, SchedulerLimits(**limits), clock)
+async def engine(
+    model: LoadedModel, *, clock: Clock = time.monotonic, guard: MemoryGuard | None = None, **limits: Any
+) -> AsyncIterator[Engine]:
+    running = Engine(model, SchedulerLimits(**limits), clock, guard)
     try:
         yield running
     finally:

@@ -12,7 +12,8 @@ import pytest
 from omlxd.cache.disk import Disk
 from omlxd.cache.hot import HotTier
 from omlxd.engine.api import Cancelled
-from omlxd.engine.fetching import SILENT_S, Fetching
+from omlxd.engine.fetching import SILENT_S, Fetching, Lender
+from omlxd.engine.guard import MemoryGuard
 from omlxd.engine.prefixes import Prefixes
 from omlxd.engine.request import Request
 from tests.cache.running import prompt
@@ -21,6 +22,8 @@ from tests.engine.running import Running, assert_is_the_cold_run, engine, job, l
 from tests.models import MODELS, build
 
 pytestmark = pytest.mark.anyio
+
+BLOCK_BYTES = 8300  # a little more than a llama's block of 16 tokens
 
 
 def with_store(store, name, model, tier=None):
@@ -144,16 +147,60 @@ async def test_clients_with_one_prefix_read_it_once(tmp_path):
     assert [result.usage.cached_tokens for result in results] == [100] * 4
 
 
-async def test_a_hot_tier_without_room_computes_instead(tmp_path):
+@pytest.mark.parametrize(("name", "blocks"), [("llama", 0), ("lfm2", 0), *((name, 2) for name in MODELS)])
+async def test_a_prefix_longer_than_the_hot_tier_is_restored_whole_and_gone_from_it_at_the_end(name, blocks, tmp_path):
+    """CASES PC-31, after a restart: what is read for a request is its own until it begins, on its own account."""
+    model = build(name)
+    tokens = prompt(100)
+    await stored(tmp_path, name, model, tokens)
+    store = open_store(tmp_path)
+    tier, guard = HotTier(blocks * BLOCK_BYTES), MemoryGuard()
+    here = with_store(store, name, model, tier)
+    async with engine(here, guard=guard) as running:
+        result = await Running(running, job(tokens, logprobs=20)).result()
+    assert store.close(30) == 0
+    assert result.usage.cached_tokens == 99
+    assert_is_the_cold_run(model, result)
+    assert tier.stats().used_bytes <= blocks * BLOCK_BYTES
+    here.cache.check()
+    guard.ledger.check()
+    assert guard.ledger.held(["kv"]) == 0
+
+
+async def test_followers_of_a_fetch_beyond_the_hot_tier_have_it_too(tmp_path):
     model = build("llama")
     tokens = prompt(100)
     await stored(tmp_path, "llama", model, tokens)
     store = open_store(tmp_path)
-    async with engine(with_store(store, "llama", model, HotTier(0))) as running:
-        result = await Running(running, job(tokens)).result()
+    tier, guard = HotTier(2 * BLOCK_BYTES), MemoryGuard()
+    async with engine(with_store(store, "llama", model, tier), guard=guard) as running:
+        asked = [Running(running, job([*tokens, *prompt(3, seed=n)])) for n in range(4)]
+        results = [await each.result() for each in asked]
     store.close(30)
-    assert result.usage.cached_tokens == 0
-    assert_is_the_cold_run(model, result)
+    assert [result.usage.cached_tokens for result in results] == [100] * 4
+    assert tier.stats().used_bytes <= 2 * BLOCK_BYTES
+    assert guard.ledger.held(["kv"]) == 0
+
+
+async def test_without_memory_for_what_is_beyond_the_hot_tier_it_is_computed_instead(tmp_path):
+    model = build("llama")
+    tokens = prompt(100)
+    await stored(tmp_path, "llama", model, tokens)
+    store = open_store(tmp_path)
+    here = of_model(store, "llama", HotTier(2 * BLOCK_BYTES))
+    arrived, prefixes = queue.Queue(), Prefixes(model, here.cache)
+    lender = Lender(admit=lambda request: True, lend=lambda nbytes: None)
+    fetching = Fetching(here.view, prefixes, lender, deliver=arrived.put, rate=lambda: None, clock=Clock())
+    request = Request(job(tokens), tokenizer(), Clock())
+    assert fetching.begin(request)
+    over: list[Request] = []
+    while not over:
+        arrived.get(timeout=60)()
+        over = fetching.over()
+    store.close(30)
+    assert prefixes.would_reuse(request) == 2 * 16
+    assert here.tier.stats().pinned_bytes == 0
+    here.cache.check()
 
 
 class Dear(Disk):
@@ -176,7 +223,8 @@ async def test_a_disk_that_is_slower_than_computing_is_left_after_its_first_file
     here = of_model(store, "llama")
     arrived = queue.Queue()
     prefixes = Prefixes(model, here.cache)
-    fetching = Fetching(here.view, prefixes, deliver=arrived.put, rate=lambda: 1000.0, clock=clock)
+    nothing = Lender(admit=lambda request: False, lend=lambda nbytes: None)
+    fetching = Fetching(here.view, prefixes, nothing, deliver=arrived.put, rate=lambda: 1000.0, clock=clock)
     request = Request(job(tokens), tokenizer(), clock)
     assert fetching.begin(request)
     over: list[Request] = []
@@ -199,17 +247,18 @@ class StuckWriter(Disk):
         super().write(path, parts, durable=durable)
 
 
-async def test_what_was_evicted_before_it_was_written_comes_from_the_queue_as_far_as_memory_has_room(tmp_path):
+async def test_what_was_evicted_before_it_was_written_comes_from_the_queue(tmp_path):
+    """CASES PC-31: a writer that gets nowhere, a hot tier of two blocks, and two prompts of four in turn."""
     model = build("llama")
     tokens, other = prompt(65), prompt(65, seed=9)  # four blocks of 16 and the token that is drawn from
     disk = StuckWriter()
     store = open_store(tmp_path, disk=disk)
-    here = with_store(store, "llama", model, HotTier(2 * 8300))  # room for two blocks
+    here = with_store(store, "llama", model, HotTier(2 * BLOCK_BYTES))
     async with engine(here, clock=Clock()) as running:
         await Running(running, job(tokens, 1)).result()
         await Running(running, job(other, 1)).result()
         again = await Running(running, job(tokens, 4, logprobs=20)).result()
         disk.go_on.set()
-    store.close(30)
+    assert store.close(30) == 0
     assert_is_the_cold_run(model, again)
-    assert again.usage.cached_tokens == 2 * 16  # the tier's two blocks; the other prompt had taken both
+    assert again.usage.cached_tokens == 4 * 16  # in memory there was room for two blocks of the other prompt
