@@ -24,7 +24,7 @@ class TextPart(Struct, tag_field="type", tag="text"):
 
 
 class ImageUrl(Struct):
-    """Where an image is: a URL, `data:` ones included; which are allowed is the engine's to say."""
+    """A picture's `data:` URL, base64, path or address; docs/images.md says which are taken. `detail` does nothing."""
 
     url: Name
     detail: str | None = None
