@@ -99,6 +99,11 @@ class MlxBackend:
     def tier_stats(self) -> TierStats:
         return self.tier.stats()
 
+    @property
+    def queued_bytes(self) -> int:
+        """What waits to be written to disk and is not counted in the tier: it has left memory, or never had room."""
+        return max(0, self.disk.queued_bytes - self.tier.stats().offered_bytes)
+
     def cache_stats(self) -> Mapping[str, CacheStats]:
         """By model, of those that have been loaded. Takes as long as there are blocks."""
         caches = {} if self.registry is None else self.registry.by_name()

@@ -77,6 +77,11 @@ class DiskCache:
         return None if self._store is None else self._store.stats()
 
     @property
+    def queued_bytes(self) -> int:
+        """What waits to be written, `HotTier`'s `offered_bytes` of it in memory anyway. Returns at once."""
+        return 0 if self._store is None else self._store.queued_bytes
+
+    @property
     def max_bytes(self) -> int:
         return self._options.max_bytes if self._options is not None else 0
 

@@ -204,3 +204,97 @@ def test_three_threads_share_a_tier_that_is_too_small():
     assert not any(thread.is_alive() for thread in [*threads, watcher])
     tier.check()
     assert tier.stats().pinned_bytes == 0
+
+
+class Answers:
+    """A store that has what it says, and says so when it is told to."""
+
+    def __init__(self):
+        self.offers = []
+
+    def offer(self, offer):
+        self.offers.append(offer)
+
+    def takes(self, nbytes):
+        return True
+
+    def missed(self, names):
+        raise AssertionError("it takes everything")
+
+    def used(self, keys):
+        """It forgets nothing, whatever is used."""
+
+
+def test_under_pressure_what_is_on_disk_goes_before_what_is_not():
+    tier, store = HotTier(PLENTY), Answers()
+    cache = new_cache(full(), tier, store=store)
+    p, q = run(0, 3), run(100, 3)
+    published(cache, p)
+    published(cache, q)
+    for offer in store.offers:
+        offer.tell(offer.record.spec.tokens >= pack([100]))  # q, which was used last, is on disk
+    assert tier.shrink(4 * BLOCK_BYTES) == 4 * BLOCK_BYTES
+    tier.check()
+    assert (stored(cache, p), stored(cache, q)) == (8, 0)
+    assert tier.resize(BLOCK_BYTES) == BLOCK_BYTES
+    tier.check()
+    assert stored(cache, p) == 4
+
+
+def test_what_waits_for_the_disk_is_counted_until_it_is_answered():
+    tier, store = HotTier(PLENTY), Answers()
+    cache = new_cache(full(), tier, store=store)
+    published(cache, run(0, 3))
+    assert tier.stats().offered_bytes == 3 * BLOCK_BYTES
+    store.offers[0].tell(True)
+    assert tier.stats().offered_bytes == 2 * BLOCK_BYTES
+    tier.shrink(1)  # the last block: only the store's queue has it now
+    assert tier.stats().offered_bytes == BLOCK_BYTES
+    tier.check()
+    for offer in store.offers[1:]:
+        offer.tell(False)
+    assert tier.stats().offered_bytes == 0
+    tier.check()
+
+
+def test_what_has_no_room_is_offered_all_the_same_and_once():
+    tier, store = HotTier(2 * BLOCK_BYTES), Answers()
+    cache = new_cache(full(), tier, store=store)
+    tokens, since = run(0, 5), 0
+    hit = cache.lookup(tokens)
+    for stop in (4, 10, 20):
+        feed(hit.caches, tokens, since, stop)
+        cache.publish(tokens, hit.caches, stop, since=since)
+        since = stop
+    hit.release()
+    assert [(offer.record.spec.start, offer.record.spec.stop) for offer in store.offers] == [
+        (0, 4),
+        (4, 8),
+        (8, 10),
+        (8, 12),
+        (12, 16),
+        (16, 20),
+    ]
+    assert stored(cache, tokens) == 8
+    cache.check()
+
+
+def test_what_is_restored_beyond_the_budget_goes_when_it_is_let_go():
+    tier, store = HotTier(PLENTY), Answers()
+    tokens = run(0, 4)
+    published(new_cache(full(), tier, store=store), tokens)
+    tier = HotTier(2 * BLOCK_BYTES)
+    cache = new_cache(full(), tier)
+    restoration = cache.restoration([*tokens, 999])
+    fits = [restoration.add(offer.record, on_disk=True) for offer in store.offers[:3]]
+    assert fits == [True, True, False]
+    assert all(restoration.add(offer.record, beyond_budget=True) for offer in store.offers)
+    assert tier.stats().free_bytes == -2 * BLOCK_BYTES
+    tier.check()
+    hit = cache.lookup([*tokens, 999])
+    assert hit.num_tokens == 16
+    restoration.release()
+    assert tier.stats().free_bytes == 0
+    assert stored(cache, tokens) == 8
+    hit.release()
+    cache.check()
