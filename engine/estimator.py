@@ -94,17 +94,17 @@ class Costs:
 UNMEASURED = Costs(KvCost(()), Widths(hidden=0, heads=0, head_dim=0, intermediate=0, vocabulary=0))
 
 
-def turn_bytes(widths: Widths, kv: KvCost, tokens: int, context: int, rows: int = 1) -> int:
+def turn_bytes(widths: Widths, kv: KvCost, tokens: int, context: int, rows: int = 1, logits: int = 0) -> int:
     """The transient of a turn: `tokens` of each of `rows` prompts, whose caches then hold `context` tokens.
 
     One layer's worth, for a layer's arrays go before the next one's come: the stream and its projections, the
     attention scores and their softmax unless fused, a mixture's gathers, and the widest cache leaf, which is copied
-    when it grows. Logits are computed for the last token of a row only.
+    when it grows. Logits are computed for the last token of a row only, or for `logits` tokens of all rows together.
     """
     each = 6 * widths.hidden + 4 * widths.heads * widths.head_dim + 3 * widths.intermediate * widths.experts
     scores = 0 if widths.fused else 2 * widths.heads * tokens * context
     activations = rows * (tokens * each + scores) * widths.item_bytes
-    return activations + rows * (kv.widest_row * context + 2 * widths.vocabulary * 4)
+    return activations + rows * kv.widest_row * context + (2 * rows + logits) * widths.vocabulary * 4
 
 
 class TurnEstimator:
@@ -115,13 +115,13 @@ class TurnEstimator:
         self._kv = kv
         self.ratio = 1.0
 
-    def bytes(self, tokens: int, context: int, rows: int = 1) -> int:
+    def bytes(self, tokens: int, context: int, rows: int = 1, logits: int = 0) -> int:
         """What a turn will take beside the caches themselves."""
-        return int(self.ratio * turn_bytes(self._widths, self._kv, tokens, context, rows))
+        return int(self.ratio * turn_bytes(self._widths, self._kv, tokens, context, rows, logits))
 
-    def took(self, nbytes: int, *, tokens: int, context: int, rows: int = 1) -> None:
+    def took(self, nbytes: int, *, tokens: int, context: int, rows: int = 1, logits: int = 0) -> None:
         """A turn has taken `nbytes`, by MLX's own peak."""
-        foreseen = turn_bytes(self._widths, self._kv, tokens, context, rows)
+        foreseen = turn_bytes(self._widths, self._kv, tokens, context, rows, logits)
         if not foreseen:
             return  # a model that was not measured
         ratio = nbytes / foreseen

@@ -226,14 +226,14 @@ class WorkMemory:
         )
 
     @contextmanager
-    def turn(self, *, tokens: int, context: int, rows: int = 1) -> Iterator[None]:
+    def turn(self, *, tokens: int, context: int, rows: int = 1, logits: int = 0) -> Iterator[None]:
         """Holds a turn's transient while it is computed, and learns from what it took."""
-        chunk = self._guard.ledger.hold(self._name, "chunk", self._turns.bytes(tokens, context, rows))
+        chunk = self._guard.ledger.hold(self._name, "chunk", self._turns.bytes(tokens, context, rows, logits))
         mx.reset_peak_memory()
         try:
             yield
             took = mx.get_peak_memory() - mx.get_active_memory()
             if took > 0:  # another engine's reset may have come in between
-                self._turns.took(took, tokens=tokens, context=context, rows=rows)
+                self._turns.took(took, tokens=tokens, context=context, rows=rows, logits=logits)
         finally:
             chunk.release()

@@ -91,9 +91,13 @@ class Meter:
             self._histograms["prefill_tokens_per_s"].add(num_tokens / elapsed_s)
 
     def stepped(self, rows: int) -> None:
-        """A token of each of `rows` rows is there; `drew` follows for each."""
-        self._now = self._clock()
+        """A step's token of each of `rows` rows is there; `drew` follows for each."""
         self._histograms["batch_size"].add(rows)
+        self.joined(rows)
+
+    def joined(self, rows: int) -> None:
+        """The first token of each of `rows` rows is there; `drew` follows for each."""
+        self._now = self._clock()
         self._counters["generated_tokens"] += rows
 
     def drew(self, request: Request) -> None:

@@ -153,7 +153,7 @@ class Prefixes:
         if kept.stops and kept.stops[0] == position:
             kept.stops.pop(0)
             self._checkpoint(request, caches, position)
-        elif position == request.length - 1:
+        elif position >= request.length - 1:
             self._checkpoint(request, caches, position)
         else:
             self._publish(request, caches, self._whole(position))
@@ -174,9 +174,9 @@ class Prefixes:
         kept = self._live.get(request.id)
         return kept is not None and request.length - kept.stored >= self._stride
 
-    def while_decoding(self, request: Request, caches: Caches) -> None:
-        """Stores the blocks that have filled; `caches` stand at the request's length."""
-        self._publish(request, caches, self._whole(request.length))
+    def while_decoding(self, request: Request, caches: Caches, lacking: int) -> None:
+        """Stores the blocks that have filled; `caches` lack that many of the request's tokens."""
+        self._publish(request, caches, self._whole(request.length - lacking))
 
     def leave(self, request: Request, caches: Caches, position: int) -> None:
         """Stores everything up to `position`, where the caches stand: the request ends, or leaves the batch."""

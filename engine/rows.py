@@ -6,7 +6,7 @@ Pure glue between a request and `engine.batch`; runs on the engine thread and ke
 from __future__ import annotations
 
 from omlxd.engine.api import TokenLogprob
-from omlxd.engine.batch import RowStart, RowToken
+from omlxd.engine.joining import RowStart, RowToken
 from omlxd.engine.prefill import Prefill
 from omlxd.engine.request import Request
 from omlxd.engine.sampling import SamplerRow, logprobs_of, processors

@@ -25,13 +25,14 @@ from omlxd.engine.api import (
     RequestInfo,
     ShuttingDown,
 )
-from omlxd.engine.batch import Batch, Caches, InterleavedBatch, MergedBatch, RowFailed, RowToken
+from omlxd.engine.batch import Batch, InterleavedBatch, MergedBatch
 from omlxd.engine.decoder import direct
 from omlxd.engine.fetching import Fetching, Lender
 from omlxd.engine.following import Following
 from omlxd.engine.guard import MemoryGuard
 from omlxd.engine.inbox import Abort, Ask, Close, Closed, Deliver, Inbox, Preempt, Refuse, Submit
 from omlxd.engine.job import Job
+from omlxd.engine.joining import Caches, RowFailed, RowToken, at_once
 from omlxd.engine.line import Line
 from omlxd.engine.memory import WAITS_FOR_MEMORY, WorkMemory
 from omlxd.engine.metrics import Meter
@@ -162,7 +163,9 @@ class Worker:
         self._compute(turn(view, self._turn_limits()))
         if self._rows:
             self._concerned = list(self._rows.values())
-            self._settle(self._batch.step())
+            tokens = self._batch.step()
+            self._meter.stepped(len(tokens))
+            self._settle(tokens)
         self._concerned = ()
 
     def _live(self) -> list[Request]:
@@ -304,14 +307,15 @@ class Worker:
         counts = [prefill.remaining + 1 for _, prefill in group]
         began = self._clock()
         longest, vocab_size = max(request.length for request, _ in group), self._loaded.facts.vocab_size
-        with self._memory.turn(tokens=max(counts), context=longest, rows=len(group)):
-            if len(group) == 1 and group[0][1].remaining:
-                # Alone, it is computed on its own caches, merged for its last token only: one copy less.
-                request, prefill = group[0]
-                prefill.advance(prefill.remaining)
-                self._stored(request, prefill.caches, prefill.done)
+
+        def stored(id: str, caches: Caches, lacking: int) -> None:
+            request, _ = requests[id]
+            self._stored(request, caches, request.length - lacking)
+
+        logits = at_once(len(group) * max(counts))
+        with self._memory.turn(tokens=max(counts), context=longest, rows=len(group), logits=logits):
             rows = [row_start(request, prefill, vocab_size=vocab_size) for request, prefill in group]
-            self._batch.join(rows, lambda id, caches: self._stored(requests[id][0], caches, requests[id][0].length - 1))
+            first = self._batch.join(rows, stored)
         elapsed_s = self._clock() - began
         self._meter.prefilled(sum(counts), elapsed_s)
         self._prompts.joined(len(counts) * max(counts), elapsed_s)
@@ -322,6 +326,9 @@ class Worker:
             self._memory.joined(request)
             request.enter(State.DECODE)
             self._rows[request.id] = request
+        self._meter.joined(len(first))
+        self._settle(first)
+        self._flush()  # nobody waits for the step to see a first token
 
     def _stored(self, request: Request, caches: Caches, position: int) -> None:
         """The request's tokens have been computed up to `position`."""
@@ -339,7 +346,6 @@ class Worker:
     def _settle(self, tokens: Sequence[RowToken]) -> None:
         """Gives every row its token; rows whose answer ended leave the batch."""
         gone = []
-        self._meter.stepped(len(tokens))
         for row in tokens:
             request = self._rows[row.id]
             self._meter.drew(request)
@@ -357,7 +363,7 @@ class Worker:
             else:
                 self._memory.grow(request)
                 if self._prefixes.fills_a_block(request):
-                    self._prefixes.while_decoding(request, self._batch.caches(row.id))
+                    self._prefixes.while_decoding(request, *self._batch.caches(row.id))
         if gone:
             self._batch.remove(frozenset(gone))
 
@@ -382,7 +388,8 @@ class Worker:
     def _keep(self, request: Request) -> None:
         """Stores what a request that leaves has computed, so that whoever asks again gets further."""
         if request.id in self._rows:
-            self._prefixes.leave(request, self._batch.caches(request.id), request.length)
+            caches, lacking = self._batch.caches(request.id)
+            self._prefixes.leave(request, caches, request.length - lacking)
         elif request.id in self._prompts:
             prefill = self._prompts[request.id][1]
             self._prefixes.leave(request, prefill.caches, prefill.done)
@@ -465,7 +472,8 @@ class Worker:
     # -- small things -------------------------------------------------------------------------------------------------
 
     def _new_batch(self) -> Batch:
-        return MergedBatch(self._loaded.model) if self.merges_rows else InterleavedBatch(self._loaded.model)
+        kind = MergedBatch if self.merges_rows else InterleavedBatch
+        return kind(self._loaded.model, last_apart=self._prefixes.only_at_checkpoints)
 
     def _say(self, request: Request, event: Event) -> None:
         self._events.append((request.id, event))

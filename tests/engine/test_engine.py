@@ -197,7 +197,7 @@ def test_a_short_prompt_is_not_padded_to_a_long_one() -> None:
             await asyncio.gather(long.result(), short.result())
 
     asyncio.run(main())
-    assert (1, 4) in model.calls  # the short one's prompt without its last token, alone
+    assert (1, 5) in model.calls  # the short one's prompt, alone
 
 
 def test_progress_of_a_prompt_is_told_in_tokens() -> None:

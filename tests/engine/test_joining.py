@@ -1,0 +1,112 @@
+"""Rows that join the batch: how many passes their first tokens cost, and what becomes of those that end with them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from omlxd.engine.batch import InterleavedBatch, MergedBatch
+from omlxd.engine.joining import ONE_PASS_TOKENS, RowStart
+from omlxd.engine.prefill import new_caches
+from omlxd.engine.sampling import SamplerRow
+from omlxd.engine.sampling_settings import SamplingSettings
+from tests.engine.running import Running, assert_is_the_cold_run, cached, engine, job, loaded
+from tests.engine.watched import Watched
+from tests.models import build, cold_run
+
+
+def start(model: Any, id: str, tokens: list[int]) -> RowStart:
+    return RowStart(id, new_caches(model), tokens, SamplerRow(SamplingSettings(seed=0)), [])
+
+
+def one_token(model: Watched, length: int) -> list[tuple[int, int]]:
+    async def main() -> None:
+        async with engine(loaded("watched", model)) as running:
+            await Running(running, job([7] * length, 1)).result()
+
+    asyncio.run(main())
+    return model.calls
+
+
+def test_a_short_prompts_first_token_costs_one_pass_and_its_end_none() -> None:
+    assert one_token(Watched(), 5) == [(1, 5)]
+
+
+def test_a_long_ends_last_token_has_a_pass_of_its_own_so_that_logits_are_computed_for_it_alone() -> None:
+    assert one_token(Watched(), ONE_PASS_TOKENS) == [(1, ONE_PASS_TOKENS)]
+    assert one_token(Watched(), ONE_PASS_TOKENS + 1)[-2:] == [(1, ONE_PASS_TOKENS), (1, 1)]
+
+
+def test_a_recurrent_models_checkpoint_is_taken_before_the_last_token() -> None:
+    model = cached("lfm2")
+
+    async def main() -> list[int]:
+        async with engine(model) as running:
+            results = [await Running(running, job([7] * 20, 1)).result() for _ in range(2)]
+            return [result.usage.cached_tokens for result in results]
+
+    assert asyncio.run(main()) == [0, 19]
+
+
+@pytest.mark.parametrize("kind", [MergedBatch, InterleavedBatch])
+def test_a_rows_first_token_is_in_no_cache_until_the_next_step(
+    kind: type[MergedBatch] | type[InterleavedBatch],
+) -> None:
+    model = build("llama")
+    batch = kind(model, last_apart=False)
+    batch.join([start(model, "a", [1, 2, 3]), start(model, "b", [4, 5])], lambda id, caches, lacking: None)
+    for id, length in (("a", 3), ("b", 2)):
+        caches, lacking = batch.caches(id)
+        assert (caches[0].offset, lacking) == (length, 1)
+    batch.step()
+    for id, length in (("a", 3), ("b", 2)):
+        caches, lacking = batch.caches(id)
+        assert lacking == 0
+        assert caches[0].offset >= length + 1
+
+
+@pytest.mark.parametrize("kind", [MergedBatch, InterleavedBatch])
+@pytest.mark.parametrize("leaves", ["a", "b", "c"])
+def test_a_row_that_leaves_between_its_first_token_and_its_second_leaves_the_others_alone(
+    kind: type[MergedBatch] | type[InterleavedBatch], leaves: str
+) -> None:
+    model = build("llama")
+    prompts = {"a": [1, 2, 3], "b": [4, 5], "c": [6, 7, 8, 9]}
+    batch = kind(model, last_apart=False)
+    drawn: dict[str, list[int]] = {id: [] for id in prompts}
+    for group in (["a"], ["b", "c"]):
+        for row in batch.join([start(model, id, prompts[id]) for id in group], lambda id, caches, lacking: None):
+            drawn[row.id].append(row.token_id)
+    batch.remove(frozenset({leaves}))
+    assert len(batch) == 2
+    for _ in range(5):
+        for row in batch.step():
+            drawn[row.id].append(row.token_id)
+    for id, prompt in prompts.items():
+        ids, _ = cold_run(model, prompt, 6)
+        assert drawn[id] == (ids[:1] if id == leaves else ids)
+
+
+def test_the_last_row_that_leaves_before_its_second_token_leaves_nothing() -> None:
+    model = build("llama")
+    batch = MergedBatch(model, last_apart=False)
+    batch.join([start(model, "a", [1, 2, 3])], lambda id, caches, lacking: None)
+    batch.remove(frozenset({"a"}))
+    assert (len(batch), batch.step()) == (0, [])
+    with pytest.raises(KeyError):
+        batch.caches("a")
+
+
+def test_what_an_answer_of_one_token_computed_is_kept() -> None:
+    model = cached("llama")
+
+    async def main() -> None:
+        async with engine(model) as running:
+            first = await Running(running, job([7, 8, 9, 10], 1)).result()
+            longer = await Running(running, job([7, 8, 9, 10, *first.token_ids, 11], 4)).result()
+            assert longer.usage.cached_tokens == 4  # the prompt; the token that ended the answer was never run
+            assert_is_the_cold_run(model.model, longer)
+
+    asyncio.run(main())
