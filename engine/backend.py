@@ -61,7 +61,7 @@ class MlxBackend:
         self._guard = guard or MemoryGuard()
         self._wired_limit_bytes = wired_limit_bytes
         self.allocator: Allocator = NoAllocator()  # MLX's from the first load on
-        self.pictures = Pictures(images or ImagePolicy())
+        self.pictures = Pictures(images or ImagePolicy(), self._guard)
         self._cache = cache
         self.tier = HotTier(cache.hot_bytes)
         self._threads = ThreadPoolExecutor(MAX_MODELS, thread_name_prefix="engine")

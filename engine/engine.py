@@ -14,12 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from omlxd.cache.prefix import PrefixCache
 from omlxd.engine.api import (
     Cancelled,
-    ChatPrompt,
     EngineFailed,
     GenerateRequest,
     GenerationResult,
@@ -108,13 +108,12 @@ class Engine:
 
     async def token_ids(self, prompt: Prompt) -> Sequence[int]:
         """The prompt as the model reads it. Raises InvalidParams, Unsupported."""
-        return await self._tokenize(self._preparer.token_ids, prompt, await self._pictures_of(prompt))
+        async with self._shown(prompt) as pictures:
+            return await self._tokenize(self._preparer.token_ids, prompt, pictures)
 
-    async def _pictures_of(self, prompt: Prompt) -> Sequence[Picture]:
-        """The pictures that a conversation shows. Raises InvalidParams, Unsupported."""
-        if self._pictures is None or not isinstance(prompt, ChatPrompt):
-            return ()
-        return await self._pictures.read(prompt.messages)
+    def _shown(self, prompt: Prompt) -> AbstractAsyncContextManager[Sequence[Picture]]:
+        """The pictures that a conversation shows. Raises InvalidParams, Unsupported, MemoryExceeded."""
+        return nullcontext(()) if self._pictures is None else self._pictures.shown(prompt)
 
     async def boundaries(self, prompt: Prompt, ids: Sequence[int]) -> Sequence[int]:
         """Where checkpoints are worth taking in a prompt; nowhere for a model whose state can be cut anywhere."""
@@ -124,7 +123,8 @@ class Engine:
 
     async def prepare(self, request: GenerateRequest) -> Prepared:
         """A request's prompt and how its answer is read. Raises InvalidParams, Unsupported."""
-        return await self._tokenize(self._preparer.prepare, request, await self._pictures_of(request.prompt))
+        async with self._shown(request.prompt) as pictures:
+            return await self._tokenize(self._preparer.prepare, request, pictures)
 
     async def text(self, ids: Sequence[int]) -> str:
         """What the ids stand for, special tokens included. Raises InvalidParams."""

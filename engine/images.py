@@ -89,12 +89,14 @@ class Opened:
         return self.width * self.height
 
     def decoded(self) -> Picture:
-        """Raises PictureError for pixels that are damaged or not all there."""
+        """Once: the file is let go. Raises PictureError for pixels that are damaged or not all there."""
         try:
             self._file.load()
             image = _rgb(_upright(self._file))
         except DECODING_FAILURES as exc:
             raise PictureError(f"cannot be decoded, it is damaged or cut off ({exc}); send it again") from None
+        finally:
+            self._file.close()
         return Picture(digest_of(image), image)
 
 

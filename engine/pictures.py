@@ -7,14 +7,16 @@ decode and the web longer to answer, and neither the event loop nor a model's ot
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from omlxd.engine.api import ChatPrompt, InvalidParams, Json, Prompt
+from omlxd.engine.guard import PROCESS, MemoryGuard
 from omlxd.engine.image_policy import ImagePolicy, PictureError
+from omlxd.engine.ledger import Reservation
 
 if TYPE_CHECKING:
     from omlxd.engine.images import Opened, Picture
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, Json]]
 _LEGIBLE = 40  # characters of a picture's source
 _THREADS = 2  # each may hold the largest picture's pixels a few times over
+_PIXEL_BYTES = 4  # of a decoded RGB picture, in Pillow
+_WORK_BYTES = 16  # of a pixel besides, while it is decoded, turned and hashed; a WebP takes that much, others half
 
 
 class Named(NamedTuple):
@@ -64,29 +68,22 @@ def _brief(part: Json) -> Json:
     return part
 
 
-def read_pictures(messages: Messages, policy: ImagePolicy) -> list[Picture]:
-    """Decodes every picture. Blocks; all sizes are known and allowed before the first picture's pixels are decoded.
+def open_pictures(messages: Messages, policy: ImagePolicy) -> list[tuple[str, Opened]]:
+    """Each picture's place and header. Blocks; no pixels are decoded before the sizes of all are known and allowed.
 
     Raises InvalidParams naming the picture's place, and Unsupported for a source that the policy forbids.
     """
+    from omlxd.engine.images import open_picture  # brings Pillow in, which a conversation without pictures needs not
+
     named = named_pictures(messages)
     if len(named) > policy.max_pictures:
         reason = f"{len(named)} pictures; the most in one request is {policy.max_pictures}, leave the oldest out"
         raise InvalidParams("messages", reason)
-    opened = _opened(named, policy)
-    return [_decoded(place, picture) for (place, _), picture in zip(named, opened, strict=True)]
-
-
-def _opened(named: Sequence[Named], policy: ImagePolicy) -> list[Opened]:
-    from omlxd.engine.images import open_picture  # brings Pillow in, which a conversation without pictures needs not
-
-    opened: list[Opened] = []
+    opened: list[tuple[str, Opened]] = []
     for place, source in named:
-        try:
-            opened.append(open_picture(source, policy))
-        except PictureError as exc:
-            raise InvalidParams(place, exc.reason) from None
-        total = sum(picture.num_pixels for picture in opened)
+        with _naming(place):
+            opened.append((place, open_picture(source, policy)))
+        total = _pixels(opened)
         if total > policy.max_total_pixels:
             reason = (
                 f"brings the pictures to {total} pixels; the most in one request is {policy.max_total_pixels}, "
@@ -96,30 +93,80 @@ def _opened(named: Sequence[Named], policy: ImagePolicy) -> list[Opened]:
     return opened
 
 
-def _decoded(place: str, picture: Opened) -> Picture:
+def decode_pictures(opened: list[tuple[str, Opened]]) -> Sequence[Picture]:
+    """Decodes them, and empties the list meanwhile: one file's pixels at a time are there twice. Blocks.
+
+    Raises InvalidParams.
+    """
+    decoded = []
+    while opened:
+        place, picture = opened.pop(0)
+        with _naming(place):
+            decoded.append(picture.decoded())
+    return decoded
+
+
+@contextmanager
+def _naming(place: str) -> Iterator[None]:
     try:
-        return picture.decoded()
+        yield
     except PictureError as exc:
         raise InvalidParams(place, exc.reason) from None
 
 
-class Pictures:
-    """Reads conversations' pictures under one policy."""
+def _pixels(opened: Sequence[tuple[str, Opened]]) -> int:
+    return sum(picture.num_pixels for _, picture in opened)
 
-    def __init__(self, policy: ImagePolicy) -> None:
+
+def decoding_bytes(opened: Sequence[tuple[str, Opened]]) -> int:
+    """What decoded pictures take together, and the work on the largest of them."""
+    largest = max((picture.num_pixels for _, picture in opened), default=0)
+    return _PIXEL_BYTES * _pixels(opened) + _WORK_BYTES * largest
+
+
+class Pictures:
+    """Reads conversations' pictures under one policy, within the memory that the guard allows."""
+
+    def __init__(self, policy: ImagePolicy, guard: MemoryGuard) -> None:
         self._policy = policy
+        self._guard = guard
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="pictures")
 
     def set_policy(self, policy: ImagePolicy) -> None:
         """For conversations that come from now on. On the event loop."""
         self._policy = policy
 
-    async def read(self, messages: Messages) -> Sequence[Picture]:
-        """The pictures in their order. Raises InvalidParams and Unsupported, as `read_pictures` does."""
-        if not named_pictures(messages):
-            return ()
-        work = partial(read_pictures, messages, self._policy)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    @asynccontextmanager
+    async def shown(self, prompt: Prompt) -> AsyncIterator[Sequence[Picture]]:
+        """The pictures of a conversation in their order; they are in the ledger until the block is left.
+
+        Raises as `open_pictures` and `decode_pictures` do, and MemoryExceeded.
+        """
+        if not isinstance(prompt, ChatPrompt) or not named_pictures(prompt.messages):
+            yield ()
+            return
+        loop = asyncio.get_running_loop()
+        opened = await loop.run_in_executor(self._threads, open_pictures, prompt.messages, self._policy)
+        reservation = self._reserve(decoding_bytes(opened))
+        decoding = self._threads.submit(decode_pictures, opened)
+        try:
+            yield await asyncio.wrap_future(decoding)
+        finally:
+            # A request that was cancelled leaves a thread that still decodes.
+            decoding.add_done_callback(lambda _: reservation.release())
+
+    def _reserve(self, nbytes: int) -> Reservation:
+        what, advice = "decoding the pictures", "send smaller ones or fewer"
+        refusal = self._guard.refusal(what, nbytes, advice=advice)
+        if refusal is not None:
+            raise refusal
+        reservation = self._guard.reserve(PROCESS, "pictures", nbytes)
+        if reservation is None:
+            self._guard.want_room(nbytes)
+            reservation = self._guard.reserve(PROCESS, "pictures", nbytes)
+        if reservation is None:
+            raise self._guard.gave_up(what, nbytes, advice=f"{advice}, or send the request again")
+        return reservation
 
     def close(self) -> None:
         """Waits for nobody: what is still being read is dropped when it is done."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from omlxd.engine.api import ChatPrompt, InvalidParams, TextPrompt, Unsupported
+from omlxd.engine.api import ChatPrompt, InvalidParams, MemoryExceeded, TextPrompt, Unsupported
+from omlxd.engine.guard import MemoryGuard
 from omlxd.engine.image_policy import ImagePolicy
-from omlxd.engine.images import digest_of
-from omlxd.engine.pictures import Pictures, legible, named_pictures, read_pictures
+from omlxd.engine.images import Picture, digest_of
+from omlxd.engine.limits import UNLIMITED, Ceilings
+from omlxd.engine.pictures import Pictures, decode_pictures, legible, named_pictures, open_pictures
 from tests.engine.test_images import base64_of, data_url, file_of, noise
 
 OPEN = ImagePolicy()
@@ -23,6 +27,10 @@ def showing(*images: Image.Image | str) -> dict[str, Any]:
     urls = [image if isinstance(image, str) else data_url(file_of(image)) for image in images]
     parts = [({"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": url}}) for url in urls]
     return {"role": "user", "content": [part for pair in parts for part in pair]}
+
+
+def read_pictures(messages: list[dict[str, Any]], policy: ImagePolicy = OPEN) -> Sequence[Picture]:
+    return decode_pictures(open_pictures(messages, policy))
 
 
 TEXT = {"role": "user", "content": "only words"}
@@ -98,16 +106,62 @@ def test_a_log_is_told_how_a_picture_begins_and_not_its_bytes() -> None:
 
 def test_pictures_are_read_beside_the_loop(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(file_of(noise(4, 4)))
-    messages = [showing(str(tmp_path / "a.png"))]
+    prompt = ChatPrompt([showing(str(tmp_path / "a.png"))])
 
     async def read() -> None:
-        pictures = Pictures(OPEN)
-        assert await pictures.read([TEXT]) == ()
+        pictures = Pictures(OPEN, MemoryGuard())
+        async with pictures.shown(ChatPrompt([TEXT])) as none:
+            assert none == ()
         with pytest.raises(Unsupported, match=r"images\.allow_paths"):
-            await pictures.read(messages)
+            async with pictures.shown(prompt):
+                pass
         pictures.set_policy(ImagePolicy(allow_paths=(str(tmp_path),)))
-        (picture,) = await pictures.read(messages)
-        assert picture.digest == digest_of(noise(4, 4))
+        async with pictures.shown(prompt) as (picture,):
+            assert picture.digest == digest_of(noise(4, 4))
         pictures.close()
 
     asyncio.run(read())
+
+
+def limited(limit: int) -> MemoryGuard:
+    ceilings = Ceilings(limit, limit)
+    return MemoryGuard(limits=replace(UNLIMITED, soft=limit, hard=limit, abort=limit, ceilings=ceilings))
+
+
+def test_decoded_pictures_are_in_the_ledger_as_long_as_they_are_used() -> None:
+    guard = limited(1000)
+
+    async def look() -> None:
+        pictures = Pictures(OPEN, guard)
+        async with pictures.shown(ChatPrompt([showing(noise(5, 2), noise(2, 2))])):
+            assert guard.ledger.total() == 4 * (10 + 4) + 16 * 10
+        assert guard.ledger.total() == 0
+        with pytest.raises(InvalidParams):
+            async with pictures.shown(ChatPrompt([showing("data:image/png;base64,AAAA")])):
+                pass
+        assert guard.ledger.total() == 0
+        pictures.close()
+
+    asyncio.run(look())
+
+
+def test_pictures_that_there_is_no_memory_for_are_refused_undecoded() -> None:
+    guard = limited(1000)
+    whole = file_of(noise(64, 64))
+    cut_off = base64_of(whole[: len(whole) // 2])
+
+    async def look() -> None:
+        pictures = Pictures(OPEN, guard)
+        with pytest.raises(MemoryExceeded, match="decoding the pictures needs 81920 bytes"):
+            async with pictures.shown(ChatPrompt([showing(cut_off)])):
+                pass
+        held = guard.ledger.hold("others", "kv", 900)
+        with pytest.raises(MemoryExceeded, match="needs 200 bytes, the static limit leaves 100"):
+            async with pictures.shown(ChatPrompt([showing(noise(5, 2))])):
+                pass
+        held.release()
+        async with pictures.shown(ChatPrompt([showing(noise(5, 2))])) as shown:
+            assert len(shown) == 1
+        pictures.close()
+
+    asyncio.run(look())
