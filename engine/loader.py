@@ -39,7 +39,9 @@ from omlxd.engine.prompt import template_source
 
 if TYPE_CHECKING:
     from omlxd.engine.vision_inputs import Sight
+    from omlxd.engine.vision_prefill import PicturePrefills
 
+FEATURE_BYTES = 256 * 2**20
 _GROUP_BYTES = 64 * 2**20
 _TEMPLATE = "chat_template.jinja"
 # mlx-lm and transformers build what a config asks for with few checks of their own: a config that fits no model
@@ -57,23 +59,26 @@ _BUILD_ERRORS = (
 )
 
 
-def load(entry: CatalogEntry, options: LoadOptions, *, progress: ProgressSink) -> LoadedModel:
+def load(
+    entry: CatalogEntry, options: LoadOptions, *, progress: ProgressSink, feature_bytes: int = FEATURE_BYTES
+) -> LoadedModel:
     """Loads a model; `progress` gets the bytes of weights in memory and how many there will be.
 
+    A vision model keeps `feature_bytes` of what its tower made of pictures.
     What `progress` raises passes through and gives the load up. Raises ModelLoadFailed or Unsupported.
     """
     entry.check()
     check_options(options)
     config = json.loads((entry.path / "config.json").read_bytes())
     generation = generation_config(entry.path)
-    sight, parts = None, PartsStyle.NEVER
+    sight, prefills, parts = None, None, PartsStyle.NEVER
     with _folder(entry.path, without_generation_config=generation is None) as folder:
         generation = generation or {}
         tokenizer = _tokenizer(entry, folder, end_tokens(config, generation))
         model = _model(entry, folder, options.adapter)
         weight_bytes = _materialise(entry, model, progress)
         if entry.kind == "vision":
-            sight = _sight(entry, folder, model, tokenizer)
+            sight, prefills = _sight(entry, folder, model, tokenizer, feature_bytes)
             parts = parts_style(template_source(tokenizer)) if sight is not None else parts
     facts = ModelFacts(
         name=entry.name,
@@ -86,7 +91,7 @@ def load(entry: CatalogEntry, options: LoadOptions, *, progress: ProgressSink) -
         defaults=sampling_defaults(generation),
         parts=parts,
     )
-    return LoadedModel(model, tokenizer, facts, sight=sight)
+    return LoadedModel(model, tokenizer, facts, sight=sight, prefills=prefills)
 
 
 @contextmanager
@@ -147,11 +152,14 @@ def _model(entry: CatalogEntry, folder: Path, adapter: str | None) -> Any:
     return model
 
 
-def _sight(entry: CatalogEntry, folder: Path, model: Any, tokenizer: TokenizerWrapper) -> Sight | None:
+def _sight(
+    entry: CatalogEntry, folder: Path, model: Any, tokenizer: TokenizerWrapper, feature_bytes: int
+) -> tuple[Sight | None, PicturePrefills]:
     from omlxd.engine.vision_loading import sight_of
+    from omlxd.engine.vision_prefill import FeatureCache, PicturePrefills
 
     try:
-        return sight_of(entry, folder, model, tokenizer)
+        return sight_of(entry, folder, model, tokenizer), PicturePrefills(model, FeatureCache(feature_bytes))
     except _BUILD_ERRORS as error:
         raise _failed(entry, "its processor cannot be used", error) from error
 

@@ -19,6 +19,7 @@ from omlxd.engine.estimator import Costs, TurnEstimator
 from omlxd.engine.guard import MemoryGuard
 from omlxd.engine.ledger import Reservation
 from omlxd.engine.limits import Level
+from omlxd.engine.picture_memory import PictureMemory
 from omlxd.engine.prefill import Prefill
 from omlxd.engine.request import Clock, Request
 from omlxd.engine.scheduler import MIN_TURN_TOKENS, SchedulerLimits
@@ -50,7 +51,16 @@ class _Wait:
 class WorkMemory:
     """The memory of one model's requests."""
 
-    def __init__(self, name: str, guard: MemoryGuard, costs: Costs, clock: Clock, *, merges_rows: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        guard: MemoryGuard,
+        costs: Costs,
+        clock: Clock,
+        *,
+        merges_rows: bool,
+        pictures: PictureMemory | None = None,
+    ) -> None:
         """`costs` may be those of nothing, for a model that was not measured; then only the ladder's orders hold."""
         self._name = name
         self._guard = guard
@@ -60,6 +70,7 @@ class WorkMemory:
         self._merges_rows = merges_rows
         self._held: dict[str, _Held] = {}
         self._gone: list[_Held] = []
+        self._pictures = pictures or PictureMemory(name, guard.ledger, None)
         self._waits: dict[str, _Wait] = {}
         self._padding = guard.ledger.hold(name, "padding", 0)
 
@@ -69,7 +80,8 @@ class WorkMemory:
         """Why a request could never run, whatever else is given up for it; None if it could."""
         tokens = self._most_tokens(request)
         alone = self._padding_of([_Held(self._padding, tokens)])
-        needed = self._kv.bytes(tokens) + alone + self._turns.bytes(MIN_TURN_TOKENS, tokens)
+        caches = self._kv.bytes(tokens) + alone + self._turns.bytes(MIN_TURN_TOKENS, tokens)
+        needed = caches + self._pictures.most(request.job.pictures)
         refused = self._guard.refusal("the request", needed, advice="", staying=[self._name])
         if refused is None:
             return None
@@ -87,7 +99,8 @@ class WorkMemory:
             return True
         orders = self._guard.limits.orders
         tokens = min(request.length + GROWTH_TOKENS, self._most_tokens(request))
-        needed = self._kv.bytes(tokens) + self._more_padding(tokens)
+        pictures = self._pictures.waiting(request.job.pictures)
+        needed = self._kv.bytes(tokens) + self._more_padding(tokens) + pictures
         turn = self._turns.bytes(MIN_TURN_TOKENS, request.length)
         may = orders.admits or orders.exhausted
         reservation = self._reserve(request, needed + turn) if may else None
@@ -99,6 +112,7 @@ class WorkMemory:
         reservation.resize(self._kv.bytes(tokens))
         self._waits.pop(request.id, None)
         self._held[request.id] = _Held(reservation, tokens)
+        self._pictures.take(request.id, request.job.pictures)
         self._pad()
         return True
 
@@ -152,6 +166,7 @@ class WorkMemory:
     def leave(self, request: Request) -> None:
         """The request ends, or goes back into the line; its bytes are given back by `arrays_dropped`."""
         self._waits.pop(request.id, None)
+        self._pictures.leave(request.id)
         held = self._held.pop(request.id, None)
         if held is not None:
             self._gone.append(held)
@@ -173,11 +188,13 @@ class WorkMemory:
         self._gone.clear()
         self._waits.clear()
         self._padding.release()
+        self._pictures.close()
 
     @property
     def held_bytes(self) -> int:
-        """Of all requests' caches."""
-        return self._padding.nbytes + sum(held.reservation.nbytes for held in self._held.values())
+        """Of all requests' caches and pictures."""
+        own = self._padding.nbytes + self._pictures.nbytes
+        return own + sum(held.reservation.nbytes for held in self._held.values())
 
     def joined(self, request: Request) -> None:
         """The request's own caches have been copied into the batch and are gone."""

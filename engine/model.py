@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from omlxd.cache.prefix import PrefixCache
     from omlxd.cache.ssd import ModelStore
     from omlxd.engine.vision_inputs import Sight
+    from omlxd.engine.vision_prefill import PicturePrefills
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +71,4 @@ class LoadedModel:
     uncached: str | None = None  # why there is no cache
     costs: Costs = UNMEASURED
     sight: Sight | None = None  # for a model that takes pictures
+    prefills: PicturePrefills | None = None  # and for every vision model

@@ -6,8 +6,9 @@ turns of their own: they join the batch together (`Batch.join`), padded to each 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -15,7 +16,18 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from omlxd.engine.rate import PrefillRate
 
+if TYPE_CHECKING:
+    from omlxd.engine.vision_inputs import PictureInput
+
 Caches = list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Unseen:
+    """A picture whose tokens come next and of which nothing is known yet. `see` runs the vision tower, and waits."""
+
+    picture: PictureInput
+    see: Callable[[], None]
 
 
 class Prefill:
@@ -38,6 +50,15 @@ class Prefill:
     def rest(self) -> Sequence[int]:
         """What has not been run yet, the last token included."""
         return self._tokens[self.done :]
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether some of what has not been run stands for pictures: then it is run here and nowhere else."""
+        return False
+
+    def unseen(self, num_tokens: int) -> Unseen | None:
+        """The picture that must be seen before the next `num_tokens` can be run, if one must."""
+        return None
 
     def advance(self, num_tokens: int) -> None:
         """Runs at most `num_tokens` more and waits for them: how long a turn took is what sizes the next."""

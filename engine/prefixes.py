@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 CHECKPOINT_TOKENS = 2048
 
 Caches = list[Any]
+MakePrefill = Callable[[Request, Caches, int], Prefill]
 
 
 @dataclass(slots=True)
@@ -51,9 +52,11 @@ class _Lent:
 class Prefixes:
     """The prefixes of one model's requests."""
 
-    def __init__(self, model: Module, cache: PrefixCache | None) -> None:
+    def __init__(self, model: Module, cache: PrefixCache | None, prefill: MakePrefill | None = None) -> None:
+        """`prefill` makes a request's prefill on caches that hold so many of its tokens; a plain one unless given."""
         self._model = model
         self._cache = cache
+        self._prefill = prefill or self._plain_prefill
         self._stride = cache.publish_stride if cache is not None else 0
         self._live: dict[str, _Kept] = {}
         self._lent: dict[str, _Lent] = {}
@@ -75,10 +78,9 @@ class Prefixes:
 
     def begin(self, request: Request) -> Prefill:
         """Restores the longest stored prefix of the request's tokens."""
-        tokens = request.tokens
         if self._cache is None or not request.job.use_cache:
-            return Prefill(self._model, tokens, new_caches(self._model))
-        hit = self._cache.lookup(tokens)
+            return self._prefill(request, new_caches(self._model), 0)
+        hit = self._cache.lookup(request.tokens, request.media)
         self._let_go(request.id)
         self._live[request.id] = _Kept(
             hit, computed=hit.num_tokens, stored=hit.num_tokens, stops=self._stops(request, hit.num_tokens)
@@ -86,15 +88,18 @@ class Prefixes:
         if not request.drawn:
             request.cached = hit.num_tokens
         request.computed = min(hit.num_tokens, len(request.job.prompt))
-        return Prefill(self._model, tokens, hit.caches, hit.num_tokens)
+        return self._prefill(request, hit.caches, hit.num_tokens)
+
+    def _plain_prefill(self, request: Request, caches: Caches, done: int) -> Prefill:
+        return Prefill(self._model, request.tokens, caches, done)
 
     def standing(self, request: Request) -> Standing | None:
         """What memory has of the request's tokens, for the disk to go on from; None without a cache."""
-        return None if self._cache is None else self._cache.standing(request.tokens)
+        return None if self._cache is None else self._cache.standing(request.tokens, request.media)
 
     def restoration(self, request: Request) -> Restoration | None:
         """For what will be read from disk of the request's prefix; None without a cache."""
-        return None if self._cache is None else self._cache.restoration(request.tokens)
+        return None if self._cache is None else self._cache.restoration(request.tokens, request.media)
 
     def keep(self, restoration: Restoration, requests: Sequence[Request]) -> None:
         """Keeps what was read until all of these have begun, or left."""
@@ -116,7 +121,7 @@ class Prefixes:
         """How many of the request's tokens are stored now."""
         if self._cache is None or not request.job.use_cache:
             return 0
-        return self._cache.match_length(request.tokens)
+        return self._cache.match_length(request.tokens, request.media)
 
     def _stops(self, request: Request, done: int) -> list[int]:
         """Where checkpoints are to be taken: at the ends of messages, and every so often in between."""
@@ -201,7 +206,7 @@ class Prefixes:
         if self._cache is None or kept is None or upto <= kept.stored:
             return
         try:
-            self._cache.publish(request.tokens, caches, upto, since=kept.stored)
+            self._cache.publish(request.tokens, caches, upto, request.media, since=kept.stored)
         except CacheInvariantError:
             self._give_up()
         kept.stored = upto
@@ -213,7 +218,7 @@ class Prefixes:
         if not self.only_at_checkpoints and position <= kept.stored:
             return
         try:
-            self._cache.checkpoint(request.tokens, caches, position, since=kept.stored)
+            self._cache.checkpoint(request.tokens, caches, position, request.media, since=kept.stored)
         except CacheInvariantError:
             self._give_up()
         kept.stored = position

@@ -64,6 +64,12 @@ class Prompts:
         self._last_turn[request.id] = self._turns
         self._after_long = True
 
+    def saw(self, request: Request) -> None:
+        """A prompt had a turn in which one of its pictures was seen."""
+        self._turns += 1
+        self._last_turn[request.id] = self._turns
+        self._after_long = True
+
     def joined(self, num_tokens: int, elapsed_s: float) -> None:
         """Short prompts were computed together, `num_tokens` with their padding."""
         self.rate.measured(num_tokens, elapsed_s)
@@ -88,4 +94,5 @@ class Prompts:
             batch_priority=self._defers(request),
             last_turn=self._last_turn.get(request.id, -1),
             warms=request.job.warm,
+            apart=prefill.has_pictures,
         )

@@ -59,7 +59,8 @@ class Prompt:
 
     `until_stop` counts those before something is to be stored, `remaining` if nothing is. `rate` is what its own turns
     measured lately, None before the first. `last_turn` is the step of its latest turn, -1 before the first.
-    One that `warms` is computed and stored, and draws nothing: it never joins the batch.
+    One that `warms` is computed and stored, and draws nothing: it never joins the batch. One that is `apart` has
+    pictures to come, and joins it once they have been computed.
     """
 
     id: str
@@ -69,6 +70,7 @@ class Prompt:
     batch_priority: bool = False
     last_turn: int = -1
     warms: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,8 @@ def turn(view: View, limits: SchedulerLimits) -> Turn:
 
 def _fits(prompt: Prompt, budget: int) -> bool:
     """Whether the prompt can enter the batch at once: no more is left than the budget, and no checkpoint on the way."""
-    return not prompt.warms and prompt.remaining <= budget and prompt.until_stop >= prompt.remaining - 1
+    apart = prompt.warms or prompt.apart
+    return not apart and prompt.remaining <= budget and prompt.until_stop >= prompt.remaining - 1
 
 
 def turn_tokens(rate: float | None, limits: SchedulerLimits, *, alone: bool) -> int:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from omlxd.engine.images import Picture
+    from omlxd.engine.picture_memory import Tower
 
 Tensors = Mapping[str, NDArray[Any]]
 PIXELS, GRID = "pixel_values", "image_grid_thw"
@@ -131,6 +132,7 @@ class Sight:
     share: Share
     token_id: int
     marks: Sequence[str]
+    tower: Tower
     bos: str | None = None
     bos_id: int | None = None
 

@@ -8,6 +8,7 @@ object, is refused with that reason: the engine computes many requests on one mo
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +21,7 @@ from PIL import Image
 from omlxd.engine.api import Unsupported
 from omlxd.engine.catalog import CatalogEntry
 from omlxd.engine.images import Picture
+from omlxd.engine.picture_memory import Tower, tower_of
 from omlxd.engine.vision_inputs import GRID, PIXELS, ByGrid, ByPicture, ByTiles, PictureInput, Share, Sight, processed
 from omlxd.engine.vision_model import RowShift, VisionModel
 
@@ -61,6 +63,7 @@ def sight_of(entry: CatalogEntry, folder: Path, model: VisionModel, tokenizer: T
         share=_share(model, processor, one, two, images),
         token_id=token_id,
         marks=_marks(tokenizer, token_id, one, none),
+        tower=_tower(folder, model),
         bos=tokenizer.bos_token,
         bos_id=tokenizer.bos_token_id,
     )
@@ -103,6 +106,13 @@ def _share(model: VisionModel, processor: Any, one: str, two: str, images: Seque
         return ByTiles(processor, one)
     shapes = ", ".join(f"{name} {tensor.shape}" for name, tensor in sorted(tensors.items()))
     raise _refused(model.vlm, f"two pictures cannot be told apart in what its processor makes: {shapes}")
+
+
+def _tower(folder: Path, model: VisionModel) -> Tower:
+    config = json.loads((folder / "config.json").read_bytes())
+    embedding = model.embed_text([0])
+    gpu = mx.default_device() == mx.Device(mx.gpu)
+    return tower_of(config, out=embedding.shape[-1], item_bytes=embedding.dtype.size, gpu=gpu)
 
 
 def _check_run(model: VisionModel, ids: Sequence[int], inputs: Sequence[PictureInput]) -> None:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import mlx.core as mx
 
-from omlxd.engine.prefill import Caches, Prefill
+from omlxd.cache.keys import MediaSpan
+from omlxd.engine.prefill import Caches, Prefill, Unseen
+from omlxd.engine.request import Request
 from omlxd.engine.vision_inputs import PictureInput
 from omlxd.engine.vision_model import RowShift, VisionModel
 
@@ -20,14 +23,18 @@ from omlxd.engine.vision_model import RowShift, VisionModel
 class FeatureCache:
     """Pictures' embeddings by their digest, the least recently used going first."""
 
-    def __init__(self, max_bytes: int, resized: Callable[[int], object] = lambda nbytes: None) -> None:
-        """`resized` is told how many bytes are kept, whenever that changes."""
+    def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._resized = resized
+        self._resized: Callable[[int], object] = lambda nbytes: None
         self._kept: OrderedDict[bytes, mx.array] = OrderedDict()
         self.nbytes = 0
         self.hits = 0
         self.misses = 0
+
+    def report_to(self, resized: Callable[[int], object]) -> None:
+        """Who is told how many bytes are kept, whenever that changes."""
+        self._resized = resized
+        resized(self.nbytes)
 
     def get(self, digest: bytes) -> mx.array | None:
         features = self._kept.get(digest)
@@ -92,26 +99,31 @@ class PicturePrefill(Prefill):
         return shift
 
     @property
-    def sees(self) -> bool:
+    def has_pictures(self) -> bool:
         return bool(self._pictures)
 
-    def unseen(self, num_tokens: int) -> PictureInput | None:
-        """The picture that must be seen before the next `num_tokens` can be computed."""
+    def unseen(self, num_tokens: int) -> Unseen | None:
         stop = self.done + num_tokens
-        return next((p for p in self._pictures if p.span.start < stop and p.span.start not in self._seen), None)
+        next_ones = [picture for picture in self._pictures if picture.span.start < stop]
+        return next((self._unseen(picture) for picture in next_ones if not self._has_seen(picture.span)), None)
 
-    def see(self, picture: PictureInput) -> bool:
-        """Runs the vision tower over the picture and waits for it; returns False where that has been done before."""
-        span = picture.span
+    def _unseen(self, picture: PictureInput) -> Unseen:
+        return Unseen(picture, partial(self._see, picture))
+
+    def _has_seen(self, span: MediaSpan) -> bool:
+        if span.start in self._seen:
+            return True
         features = self._features.get(span.digest)
         if features is not None:
             self._seen[span.start] = features
-            return False
+        return features is not None
+
+    def _see(self, picture: PictureInput) -> None:
+        span = picture.span
         features = self._vision.embed_picture(self._tokens[span.start : span.stop], picture.tensors)
         mx.eval(features)
         self._features.put(span.digest, features)
         self._seen[span.start] = features
-        return True
 
     def advance(self, num_tokens: int) -> None:
         """As for any prompt; the pictures among the tokens have been seen."""
@@ -152,3 +164,16 @@ class PicturePrefill(Prefill):
         self._pictures = [picture for picture in self._pictures if picture.span.stop > stop]
         if not self._pictures:
             self._positions = None
+
+
+class PicturePrefills:
+    """Makes the prefills of one vision model's requests."""
+
+    def __init__(self, model: VisionModel, features: FeatureCache) -> None:
+        self._model = model
+        self.features = features
+
+    def __call__(self, request: Request, caches: Caches, done: int) -> Prefill:
+        """A request's prefill on `caches` that hold its first `done` tokens."""
+        pictures = request.job.pictures
+        return PicturePrefill(self._model, request.tokens, caches, done, pictures=pictures, features=self.features)

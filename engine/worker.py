@@ -37,7 +37,8 @@ from omlxd.engine.line import Line
 from omlxd.engine.memory import WAITS_FOR_MEMORY, WorkMemory
 from omlxd.engine.metrics import Meter
 from omlxd.engine.model import LoadedModel
-from omlxd.engine.prefill import Prefill, mergeable, new_caches
+from omlxd.engine.picture_memory import PictureMemory
+from omlxd.engine.prefill import Prefill, Unseen, mergeable, new_caches
 from omlxd.engine.prefixes import Prefixes
 from omlxd.engine.prompts import Prompts
 from omlxd.engine.request import Clock, Request, State
@@ -83,10 +84,15 @@ class Worker:
         self._emit = emit
         self._clock = clock
         self.merges_rows = mergeable(new_caches(loaded.model))
-        self._prefixes = Prefixes(loaded.model, loaded.cache)
+        self._prefixes = Prefixes(loaded.model, loaded.cache, loaded.prefills)
         self._following = Following(clock, block_size=self._prefixes.block_size)
         name, guard = loaded.facts.name, guard or MemoryGuard()
-        self._memory = WorkMemory(name, guard, loaded.costs, clock, merges_rows=self.merges_rows)
+        self._pictures = PictureMemory(name, guard.ledger, loaded.sight.tower if loaded.sight is not None else None)
+        if loaded.prefills is not None:
+            loaded.prefills.features.report_to(self._pictures.keep)
+        self._memory = WorkMemory(
+            name, guard, loaded.costs, clock, merges_rows=self.merges_rows, pictures=self._pictures
+        )
         self._line = Line(clock)
         self._fetching = Fetching(
             loaded.store,
@@ -284,6 +290,10 @@ class Worker:
 
     def _advance(self, request: Request, prefill: Prefill, num_tokens: int) -> None:
         self._concerned = [request]
+        unseen = prefill.unseen(num_tokens)
+        if unseen is not None:
+            self._see(request, unseen)
+            return
         before, began = prefill.done, self._clock()
         with self._memory.turn(tokens=num_tokens, context=before + num_tokens):
             prefill.advance(num_tokens)
@@ -292,6 +302,12 @@ class Worker:
         self._prompts.advanced(request, prefill, prefill.done - before, elapsed_s)
         self._stored(request, prefill.caches, prefill.done)
         self._is_warm(request, prefill)
+
+    def _see(self, request: Request, unseen: Unseen) -> None:
+        """Has the vision tower see one picture: a turn of its own, for it cannot be cut."""
+        with self._pictures.seeing(unseen.picture):
+            unseen.see()
+        self._prompts.saw(request)
 
     def _is_warm(self, request: Request, prefill: Prefill) -> bool:
         """Ends a request that only warms the cache, once all that can be stored of its prompt is."""
