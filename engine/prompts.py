@@ -81,7 +81,7 @@ class Prompts:
             decoding=decoding,
             waiting=waiting,
             prompts=[self._prompt(request, prefill) for request, prefill in self._under_way.values()],
-            rate=self.rate.tokens_per_s,
+            rate=self.rate.sure_tokens_per_s,
             after_long=self._after_long,
         )
 
@@ -89,7 +89,7 @@ class Prompts:
         return Prompt(
             id=request.id,
             remaining=prefill.remaining + 1,
-            rate=prefill.rate.tokens_per_s,
+            rate=prefill.rate.sure_tokens_per_s,
             until_stop=self._prefixes.until_stop(request, prefill.done, prefill.remaining + 1),
             batch_priority=self._defers(request),
             last_turn=self._last_turn.get(request.id, -1),

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 # Turns smaller than this cost more in starting them than they compute.
-MIN_TURN_TOKENS = 16
-# Turns are sized for this share of the time allowed: a rate is a forecast, and the bound is on what really happens.
-AIM = 0.8
+MIN_TURN_TOKENS = 8
+# Turns are sized for this share of the time allowed: they are decided on, and what they computed is stored, in it too.
+AIM = 0.9
 # The first turn of a model, before any rate has been measured.
 FIRST_TURN_TOKENS = 64
 
@@ -58,7 +58,7 @@ class Prompt:
     """A prompt under way. `remaining` counts tokens to compute, the last one included, which only the first draw needs.
 
     `until_stop` counts those before something is to be stored, `remaining` if nothing is. `rate` is what its own turns
-    measured lately, None before the first. `last_turn` is the step of its latest turn, -1 before the first.
+    reach for sure, None before the first. `last_turn` is the step of its latest turn, -1 before the first.
     One that `warms` is computed and stored, and draws nothing: it never joins the batch. One that is `apart` has
     pictures to come, and joins it once they have been computed.
     """

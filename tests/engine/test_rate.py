@@ -1,0 +1,47 @@
+"""The prefill rate: what turns are sized by, and how it takes turns that last longer than foretold."""
+
+from __future__ import annotations
+
+import pytest
+
+from omlxd.engine.rate import MIN_TOKENS, PrefillRate
+
+
+def after(*elapsed_s: float, num_tokens: int = 100) -> PrefillRate:
+    rate = PrefillRate()
+    for seconds in elapsed_s:
+        rate.measured(num_tokens, seconds)
+    return rate
+
+
+def test_steady_turns_are_counted_on_whole() -> None:
+    rate = after(*[0.1] * 10)
+    assert rate.tokens_per_s == pytest.approx(1000)
+    assert rate.sure_tokens_per_s == pytest.approx(1000)
+
+
+def test_nothing_is_sure_before_the_first_turn() -> None:
+    assert PrefillRate().sure_tokens_per_s is None
+
+
+def test_a_turn_too_small_to_tell_is_not_counted() -> None:
+    assert after(0.1, num_tokens=MIN_TOKENS - 1).tokens_per_s is None
+
+
+def test_turns_are_sized_so_that_those_that_overrun_end_in_time() -> None:
+    """Every fifth turn takes half as long again."""
+    rate = after(*[0.1, 0.1, 0.1, 0.1, 0.15] * 20)
+    assert rate.sure_tokens_per_s is not None
+    slowest = 100 / 0.15
+    assert rate.sure_tokens_per_s <= slowest * 1.02
+
+
+def test_a_freak_is_forgotten_within_a_few_turns() -> None:
+    rate = after(*[0.1] * 5, 10.0, *[0.1] * 25)
+    assert rate.sure_tokens_per_s == pytest.approx(1000, rel=0.01)
+
+
+def test_a_context_that_makes_every_token_dearer_is_followed() -> None:
+    rate = after(*[0.1 + 0.002 * turn for turn in range(50)])
+    assert rate.sure_tokens_per_s is not None
+    assert 0.75 * 500 <= rate.sure_tokens_per_s <= 1.05 * 500
