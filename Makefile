@@ -13,13 +13,14 @@ DEMO_PROMPT := $(value PROMPT)
 export DEMO_PROMPT
 unexport PROMPT
 
-.PHONY: help run test lint fmt lock clean
+.PHONY: help run test lint fmt lock bench bench-compare clean
 
 help:
 	@echo 'make run    install, fetch the demo model, stream an answer   (PROMPT="..." asks something else)'
 	@echo 'make test   install the test tools too, then lint, types and every test'
 	@echo 'make lint   ruff and mypy alone          make fmt    format the code'
 	@echo 'make lock   renew the locks (needs uv)   make clean  remove what these made'
+	@echo 'make bench  measure (ONLY=name,name QUICK=1); make bench-compare A=... B=... compares two runs or commits'
 
 run: $(VENV)/.run
 	@OMLXD_HOME="$(CURDIR)/.omlxd" $(VENV)/bin/python -m omlxd.cli.demo "$$DEMO_PROMPT"
@@ -32,6 +33,14 @@ lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# docs/benchmarks.md says what is measured. All of it takes a quarter of an hour and renews docs/benchmarks/latest.*.
+bench: $(VENV)/.test
+	$(VENV)/bin/python -m tests.bench --only "$(ONLY)" --under "$(UNDER)" $(if $(QUICK),--quick) \
+		$(if $(OUT),--out "$(OUT)")
+
+bench-compare: $(VENV)/.test
+	$(VENV)/bin/python -m tests.bench.compare "$(A)" "$(B)"
 
 fmt: $(VENV)/.test
 	$(VENV)/bin/ruff check --fix .

@@ -308,11 +308,15 @@ def write(
     chat_template: str | None = CHAT_TEMPLATE,
     eos: int | Sequence[int] = IM_END,
     pieces: Mapping[int, str | bytes] | None = None,
+    **changes: Any,
 ) -> Path:
-    """Writes a model folder that `mlx_lm.utils.load` takes, and returns it. `eos` goes to config.json."""
+    """Writes a model folder that `mlx_lm.utils.load` takes, and returns it.
+
+    `eos` goes to config.json, and so do the `changes`, which the model is built with.
+    """
     eos_ids = eos if isinstance(eos, int) else list(eos)
-    config = {**MODELS[name].config, "max_position_embeddings": context, "eos_token_id": eos_ids}
-    model = build(name, seed, context=context)
+    config = {**MODELS[name].config, "max_position_embeddings": context, "eos_token_id": eos_ids, **changes}
+    model = build(name, seed, context=context, **changes)
     return _write_folder(directory, model, config, chat_template=chat_template, tokenizer=byte_tokenizer(pieces))
 
 

@@ -1,1 +1,1 @@
-"""Measurements that are run by hand; pytest collects nothing here."""
+"""The benchmark suite: `make bench` runs its measures, pytest only the tests of how their results are read."""

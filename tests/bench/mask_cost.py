@@ -1,81 +1,69 @@
-"""What a row that is held to a grammar costs the rows beside it, as milliseconds per step of one run.
+"""What a row that is held to a grammar costs the plain rows beside it.
 
-    .venv/bin/python -m tests.bench.mask_cost [--tokens 48] [--repeats 7] [--vocabulary 8192]
-
-A llama of hidden 256 and 8 layers, eight rows, of which none, one or four are held to a schema; they take turns and
-the least of the repeats counts. Timed are the plain rows; beside it, what the masks took on the host, and what a step
-would cost if all rows waited for them.
+Eight rows, of which none, one or four are held to a schema; they take turns. Timed are the plain rows; beside it, what
+the masks took on the host, which is what a step would cost more if all rows waited for them.
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
-from omlxd.engine.api import GenerateRequest, TextPrompt
+from omlxd.engine.api import GenerateRequest, Json, TextPrompt
 from omlxd.engine.engine import Engine
 from omlxd.engine.inbox import Close
 from omlxd.engine.model import LoadedModel, ModelFacts
 from omlxd.engine.preparing import Preparer
 from omlxd.engine.scheduler import SchedulerLimits
 from omlxd.engine.steering import Course
+from tests.bench.bench_model import SIZE, fresh
+from tests.bench.figures import Figure, Plan
 from tests.engine.running import Running, job, tokenizer
 from tests.models import IM_END, build
 
-ROWS = 8
-ITEM = {
+ROWS, TOKENS, WIDTH = 8, 48, 8192
+ITEM: dict[str, Json] = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "n": {"type": "integer"}},
     "required": ["name", "n"],
 }
-SCHEMA = {"type": "array", "minItems": 1000, "items": ITEM}  # no answer gets to its end
+SCHEMA: dict[str, Json] = {"type": "array", "minItems": 1000, "items": ITEM}  # no answer gets to its end
 
 
-def loaded(vocabulary: int) -> tuple[LoadedModel, Course]:
-    llama = build(
-        "llama", hidden_size=256, num_hidden_layers=8, intermediate_size=768, context=4096, vocab_size=vocabulary
-    )
-    facts = ModelFacts("bench", Path("/"), None, vocabulary, frozenset({IM_END}), True, 0)
+async def measure(plan: Plan) -> AsyncIterator[Figure]:
+    model, course = _loaded()
+    engine = Engine(model, SchedulerLimits())
+    del model
+    steps: dict[int, list[float]] = {held: [] for held in (0, 1, 4)}
+    masks: dict[int, list[float]] = {held: [] for held in steps}
+    for _ in range(1 + plan.repeats(7)):
+        for held in steps:
+            step_ms, mask_ms = await _steps(engine, course, held)
+            steps[held].append(step_ms)
+            masks[held].append(mask_ms)
+    engine.close(Close("unloaded"))
+    await engine.closed
+    for held in (1, 4):
+        title = f"a step of the plain rows, {held} of {ROWS} held to a schema"
+        plain = steps[0][1:]
+        yield Figure(f"masks.step_{held}", title, "ms", "lower", steps[held][1:], "none held", plain, target=1.1)
+        yield Figure(f"masks.host_{held}", f"masks per step, {held} held", "ms", "lower", masks[held][1:])
+
+
+def _loaded() -> tuple[LoadedModel, Course]:
+    llama = build("llama", context=4096, vocab_size=WIDTH, **SIZE)
+    facts = ModelFacts("bench", Path("/"), None, WIDTH, frozenset({IM_END}), True, 0)
     request = GenerateRequest("bench", TextPrompt("x"), response_format={"type": "json_schema", "schema": SCHEMA})
     course = Preparer(tokenizer(), facts).prepare(request).course
     assert course is not None
     return LoadedModel(llama, tokenizer(), facts), course
 
 
-async def steps(engine: Engine, course: Course, held: int, tokens: int) -> tuple[float, float]:
-    """Milliseconds per step of the plain rows, and per token of the held ones' masks."""
-    prompts = [[(7 * row + position) % 256 for position in range(16)] for row in range(ROWS)]
-    jobs = [job(prompt, tokens, use_cache=False) for prompt in prompts]
+async def _steps(engine: Engine, course: Course, held: int) -> tuple[float, float]:
+    """Milliseconds per step of the plain rows, and per step of all masks."""
+    jobs = [job(fresh(16), TOKENS, use_cache=False) for _ in range(ROWS)]
     rows = [Running(engine, replace(each, course=course) if n < held else each) for n, each in enumerate(jobs)]
     results = [await row.result() for row in rows]
-    step_ms = min(result.timings.decode_ms / (tokens - 1) for result in results[held:])
-    return step_ms, sum(result.timings.mask_ms for result in results) / tokens
-
-
-async def main(tokens: int, repeats: int, vocabulary: int) -> None:
-    model, course = loaded(vocabulary)
-    engine = Engine(model, SchedulerLimits())
-    del model
-    least = {held: (float("inf"), 0.0) for held in (0, 1, 4)}
-    for _ in range(repeats + 1):  # the first round warms up
-        for held in least:
-            least[held] = min(least[held], await steps(engine, course, held, tokens))
-    plain = least[0][0]
-    for held, (step_ms, mask_ms) in least.items():
-        print(
-            f"{held} of {ROWS} rows held: {step_ms:.2f} ms a step ({step_ms / plain:.3f} of plain), "
-            f"masks {mask_ms:.2f} ms of each ({1 + mask_ms / plain:.3f} of plain if all waited for them)"
-        )
-    engine.close(Close("unloaded"))
-    await engine.closed
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--vocabulary", type=int, default=8192)
-    given = parser.parse_args()
-    asyncio.run(main(given.tokens, given.repeats, given.vocabulary))
+    step_ms = min(result.timings.decode_ms / (TOKENS - 1) for result in results[held:])
+    return step_ms, sum(result.timings.mask_ms for result in results) / TOKENS
