@@ -164,10 +164,11 @@ class Caches:
 
 async def explain(engine: EngineHandle, prompt: Prompt) -> CacheExplanation:
     """Why the engine would reuse no more of a prompt. Raises what the prompt raises."""
-    ids = (await engine.prepare(GenerateRequest(engine.facts.name, prompt))).token_ids  # as a request's would be
+    prepared = await engine.prepare(GenerateRequest(engine.facts.name, prompt))  # as a request would be
+    ids, media = prepared.token_ids, [picture.span for picture in prepared.pictures]
     if engine.uncached is not None:
         return CacheExplanation(len(ids), 0, "disabled")
-    standing, found = await engine.ask_cache(lambda cache: (cache.standing(ids), cache.explain(ids)))
+    standing, found = await engine.ask_cache(lambda cache: (cache.standing(ids, media), cache.explain(ids, media)))
     is_bad = False
     if engine.store is not None and found.usable_tokens < standing.limit:
         plan = await asyncio.wrap_future(engine.store.plan(standing))
@@ -210,6 +211,8 @@ def _line(model: str, hot: CacheStats | None, ssd: Totals | None, failures: tupl
 async def _difference(engine: EngineHandle, found: Explanation) -> Difference | None:
     if found.reason in ("complete", "nothing_stored"):
         return None
+    if found.asked and found.asked[:1] == found.stored[:1]:  # as tokens, pictures are all alike
+        return Difference(found.stored_tokens, "another picture", "the prompt's picture")
     stored = await engine.text([*found.before, *found.stored])
     asked = await engine.text([*found.before, *found.asked])
     return Difference(found.stored_tokens, stored, asked)
