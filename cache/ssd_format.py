@@ -130,6 +130,7 @@ def decode(data: bytes, model: Model, key: bytes) -> Record:
     if _digest(said, tensors, [view]) != header.digest:
         raise BadFile("its content does not have the digest it was written with")
     _check(header, model, key)
+    _check_sizes(tensors, len(view))
     arrays = [_array(tensors, _name(index), view) for index in range(len(tensors))]
     return _put_together(header, model, arrays)
 
@@ -153,7 +154,18 @@ def read_tensors(data: bytes) -> tuple[dict[str, str], dict[str, mx.array]]:
     if not isinstance(said, dict) or not all(isinstance(text, str) for text in said.values()):
         raise BadFile("its metadata is not text")
     view = memoryview(data)[start:]
+    _check_sizes(parsed, len(view))
     return said, {name: _array(parsed, name, view) for name in parsed}
+
+
+def _check_sizes(tensors: Mapping[str, Any], num_bytes: int) -> None:
+    """Arrays that share bytes of the file would come to more memory than it has bytes."""
+    try:
+        ranges = [(int(start), int(stop)) for start, stop in (each["data_offsets"] for each in tensors.values())]
+    except (KeyError, ValueError, TypeError) as error:
+        raise BadFile("an array's description does not fit its bytes") from error
+    if any(start < 0 or stop < start for start, stop in ranges) or sum(b - a for a, b in ranges) > num_bytes:
+        raise BadFile(f"its arrays claim other bytes than the {num_bytes} it has")
 
 
 def missing_rows(record: Record) -> int:

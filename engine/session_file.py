@@ -8,13 +8,13 @@ number of rows, all of them at the one position that the tokens give.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_unflatten
 from mlx_lm.models.cache import save_prompt_cache
 
 from omlxd.cache.disk import PRIVATE_FILE
@@ -27,6 +27,7 @@ from omlxd.cache.ssd_format import BadFile, read_tensors
 FORMAT = "omlxd session 1"
 MAX_TOKENS = 16 << 20
 MAX_NAME = 64
+MAX_DEPTH = 8
 SAME = 0.05  # of the largest number: how far the same tokens' numbers may be apart between two machines
 
 
@@ -74,13 +75,17 @@ def restored(tokens: Sequence[int], cache: PrefixCache) -> Hit:
 
 
 def read(path: Path, max_bytes: int) -> Content:
-    """Raises BadSession, OSError."""
-    size = path.stat().st_size
-    if size > max_bytes:
-        raise BadSession(f"it has {size} bytes, sessions.max_bytes allows {max_bytes}")
+    """Raises BadSession, OSError. Takes up to twice the file's size of memory."""
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise BadSession("it is no plain file")
+        if status.st_size > max_bytes:
+            raise BadSession(f"it has {status.st_size} bytes, sessions.max_bytes allows {max_bytes}")
+        data = file.read(status.st_size)  # and no more, should it grow meanwhile
     try:
-        said, arrays = read_tensors(path.read_bytes())
-        parts: Any = tree_unflatten(list(said.items()))
+        said, arrays = read_tensors(data)
+        parts: Any = _tree(list(said.items()))
         metadata, classes, scalars = parts
         if metadata["format"] != FORMAT:
             raise BadSession(f"it is no session of ours: its format is {str(metadata['format'])[:40]!r}")
@@ -91,8 +96,27 @@ def read(path: Path, max_bytes: int) -> Content:
         return Content(unpack(tokens), [str(name) for name in classes], kinds, arrays)
     except BadFile as error:
         raise BadSession(error.reason) from error
-    except (KeyError, ValueError, TypeError, IndexError, RecursionError, AttributeError) as error:
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise BadSession(f"its description cannot be read ({type(error).__name__})") from error
+
+
+def _tree(items: Sequence[tuple[str, Any]], depth: int = 0) -> Any:
+    """What `tree_flatten` made these of. mlx's own way back makes a list as long as the largest number in a name."""
+    if len(items) == 1 and items[0][0] == "":
+        return items[0][1]
+    if depth > MAX_DEPTH:
+        raise BadSession(f"it is nested deeper than {MAX_DEPTH} levels")
+    inner: dict[str, list[tuple[str, Any]]] = {}
+    for name, value in items:
+        first, _, rest = name.partition(".")
+        inner.setdefault(first, []).append((rest, value))
+    parts = {name: _tree(children, depth + 1) for name, children in inner.items()}
+    if not all(name.isdecimal() for name in parts):
+        return parts
+    try:
+        return [parts[str(number)] for number in range(len(parts))]
+    except KeyError:
+        raise BadSession("a list in it lacks members") from None
 
 
 def caches_of(content: Content, model: Sequence[Leaf], fresh: Sequence[Leaf]) -> list[Leaf]:
@@ -117,14 +141,11 @@ def caches_of(content: Content, model: Sequence[Leaf], fresh: Sequence[Leaf]) ->
 
 
 def _states(content: Content, count: int) -> list[Any]:
-    found: dict[str, Any] = {}
+    found: list[tuple[str, Any]] = []
     for name, array in content.arrays.items():
         kind = content.scalars.get(name)
-        found[name] = array if kind is None else _scalar(name, array, kind)
-    try:
-        states = tree_unflatten(list(found.items()))
-    except (ValueError, TypeError, IndexError, RecursionError) as error:
-        raise BadSession("its arrays are not named like caches'") from error
+        found.append((name, array if kind is None else _scalar(name, array, kind)))
+    states = _tree(found)
     if not isinstance(states, list) or len(states) != count:
         raise BadSession("it has another number of caches than it says")
     return states
@@ -136,7 +157,9 @@ def _scalar(name: str, array: mx.array, kind: str) -> object:
     if kind == "scalar" and array.ndim == 0 and array.dtype in (mx.int32, mx.int64, mx.uint32):
         return int(memoryview(array).tolist())  # type: ignore[arg-type, call-overload]
     if kind == "string" and array.ndim == 1 and array.size <= MAX_NAME:
-        return "".join(chr(code) for code in memoryview(array).tolist())  # type: ignore[arg-type]
+        codes: list[Any] = memoryview(array).tolist()  # type: ignore[arg-type]
+        if all(type(code) is int and 0 <= code < 128 for code in codes):
+            return bytes(codes).decode()
     raise BadSession(f"{name[:40]!r} is neither a number nor a name")
 
 
@@ -168,6 +191,8 @@ def _check_leaf(index: int, leaf: Leaf, known: Leaf, position: int) -> None:
             raise BadSession(f"leaf {index} has other recurrent state than the model's")
         return
     held, own = kind.held(leaf), kind.held(known)
+    if held is not None and not all(type(number) is int for number in (held.sink, held.first, held.stop)):
+        raise BadSession(f"leaf {index} has arrays for numbers")
     if held is None or own is None or held.stop != position:
         raise BadSession(f"leaf {index} stands at {held.stop if held else 0}, the tokens end at {position}")
     needs, rows = kind.needs(leaf, position), held.sink + held.stop - held.first
