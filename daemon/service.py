@@ -334,7 +334,12 @@ def build_service(live: LiveSettings, paths: Paths, on_shutdown: OnShutdown) -> 
     events = EventHub()
     guard = MemoryGuard()
     backend = MlxBackend(
-        limits, cache, guard, wired_limit_bytes=settings.memory.wired_limit_bytes, images=_images(settings)
+        limits,
+        cache,
+        guard,
+        wired_limit_bytes=settings.memory.wired_limit_bytes,
+        images=_images(settings),
+        feature_bytes=settings.images.features_max_bytes,
     )
     pool = Pool(
         catalog,

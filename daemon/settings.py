@@ -144,11 +144,12 @@ class MemorySettings:
 
 @dataclass(frozen=True, slots=True)
 class ImagesSettings:
-    """Where images in messages may come from besides the message itself, and how large they may be."""
+    """Where images may come from besides the message itself, how large they may be, and what is kept of them."""
 
     allow_paths: tuple[str, ...] = _key(Directories(), ())
     allow_urls: bool = _key(Flag(), False)
     max_pixels: int = _key(Whole(1, 178_000_000), 40_000_000)  # Pillow opens no WebP of more
+    features_max_bytes: int = _key(Size(), 256 * MB)
 
 
 @dataclass(frozen=True, slots=True)

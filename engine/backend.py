@@ -46,7 +46,7 @@ class CacheOptions:
 
 
 class MlxBackend:
-    """Loads with mlx-lm, opens each model's prefix cache and starts its engine thread."""
+    """Loads with mlx-lm or mlx-vlm, opens each model's prefix cache and starts its engine thread."""
 
     def __init__(
         self,
@@ -56,11 +56,14 @@ class MlxBackend:
         *,
         wired_limit_bytes: int | None = None,
         images: ImagePolicy | None = None,
+        feature_bytes: int = 0,
     ) -> None:
+        """`feature_bytes` are what each vision model may keep of pictures that it has seen."""
         self._limits = limits
         self._guard = guard or MemoryGuard()
         self._wired_limit_bytes = wired_limit_bytes
         self.allocator: Allocator = NoAllocator()  # MLX's from the first load on
+        self._feature_bytes = feature_bytes
         self.pictures = Pictures(images or ImagePolicy(), self._guard)
         self._cache = cache
         self.tier = HotTier(cache.hot_bytes)
@@ -76,7 +79,7 @@ class MlxBackend:
         if isinstance(self.allocator, NoAllocator):
             self.allocator = MlxAllocator(self._guard.limits.ceilings.static, self._wired_limit_bytes)
             self._guard.weigh_process()
-        loaded = loader.load(entry, options, progress=progress)
+        loaded = loader.load(entry, options, progress=progress, feature_bytes=self._feature_bytes)
         loaded = replace(loaded, costs=costs_of(loaded))
         return self._with_cache(loaded, entry, options) if self._cache.enabled else loaded
 

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from omlxd.engine.vision_inputs import Sight
     from omlxd.engine.vision_prefill import PicturePrefills
 
-FEATURE_BYTES = 256 * 2**20
 _GROUP_BYTES = 64 * 2**20
 _TEMPLATE = "chat_template.jinja"
 # mlx-lm and transformers build what a config asks for with few checks of their own: a config that fits no model
@@ -60,7 +59,7 @@ _BUILD_ERRORS = (
 
 
 def load(
-    entry: CatalogEntry, options: LoadOptions, *, progress: ProgressSink, feature_bytes: int = FEATURE_BYTES
+    entry: CatalogEntry, options: LoadOptions, *, progress: ProgressSink, feature_bytes: int = 0
 ) -> LoadedModel:
     """Loads a model; `progress` gets the bytes of weights in memory and how many there will be.
 

@@ -36,6 +36,7 @@ def test_the_defaults_are_those_of_the_protocol():
     assert (s.sessions.max_count, s.sessions.max_bytes) == (1000, 20 * GIB)
     assert (s.memory.tier, s.memory.limit_bytes, s.memory.wired_limit_bytes) == ("balanced", None, None)
     assert (s.images.allow_paths, s.images.allow_urls, s.images.max_pixels) == ((), False, 40_000_000)
+    assert s.images.features_max_bytes == GIB // 4
 
 
 def test_the_file_sets_keys_of_nested_tables(tmp_path: Path):
