@@ -165,3 +165,26 @@ def test_pictures_that_there_is_no_memory_for_are_refused_undecoded() -> None:
         pictures.close()
 
     asyncio.run(look())
+
+
+def test_a_request_that_leaves_while_its_picture_is_decoded_leaves_nothing_in_the_ledger() -> None:
+    guard = MemoryGuard()
+
+    async def look(pictures: Pictures) -> None:
+        async with pictures.shown(ChatPrompt([showing(noise(700, 700))])):
+            await asyncio.Event().wait()
+
+    async def leave() -> None:
+        pictures = Pictures(OPEN, guard)
+        looking = asyncio.create_task(look(pictures))
+        async with asyncio.timeout(30):
+            while guard.ledger.total() == 0:
+                await asyncio.sleep(0)
+            looking.cancel()
+            await asyncio.wait([looking])
+            while guard.ledger.total() > 0:
+                await asyncio.sleep(0)
+        assert looking.cancelled()
+        pictures.close()
+
+    asyncio.run(leave())
