@@ -16,7 +16,7 @@ from omlxd.daemon.ladder import Relieved
 from omlxd.engine.allocator import Allocator
 from omlxd.engine.api import ModelEntry, RequestInfo
 from omlxd.engine.guard import MemoryGuard
-from omlxd.engine.inbox import Preempt, Refuse
+from omlxd.engine.inbox import SHORT_OF_MEMORY, Preempt, Refuse
 from omlxd.engine.limits import SOFT_LOW, Level, MemoryLimits
 from omlxd.engine.pool import Pool
 from omlxd.engine.slot import EngineHandle
@@ -74,7 +74,7 @@ class PoolRelief:
         if len(placed) < 2:
             return None
         model, engine, request = min(placed, key=_loses_least)
-        engine.relieve(Preempt(request.id, "preempted: memory is short"))
+        engine.relieve(Preempt(request.id, SHORT_OF_MEMORY))
         return Relieved(f"request {request.id} of {model.name} is preempted", self._share(model, placed), later=True)
 
     def _fail_prefill(self) -> Relieved | None:

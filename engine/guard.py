@@ -75,7 +75,11 @@ class MemoryGuard:
     def reserve(self, owner: str, kind: Kind, nbytes: int) -> Reservation | None:
         """Reserves up to the soft mark, or None. Where nothing more can be freed anyway, up to the hard one."""
         limits = self.limits
-        mark = limits.hard if limits.orders.exhausted else limits.soft
+        return self.reserve_up_to(limits.hard if limits.orders.exhausted else limits.soft, owner, kind, nbytes)
+
+    def reserve_up_to(self, mark: int, owner: str, kind: Kind, nbytes: int) -> Reservation | None:
+        """Reserves if the use of memory stays at most `mark`."""
+        limits = self.limits
         return self.ledger.reserve(owner, kind, nbytes, lambda total: limits.usage_at(total) <= mark)
 
     def shrink_cache(self, nbytes: int) -> None:

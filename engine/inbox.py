@@ -33,6 +33,9 @@ class Abort:
     reason: str | None
 
 
+SHORT_OF_MEMORY = "preempted: memory is short"
+
+
 @dataclass(frozen=True, slots=True)
 class Preempt:
     """Take this request out of its place, if it has one, back into the line; it goes on from what is stored."""

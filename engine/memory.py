@@ -1,22 +1,23 @@
 """One engine's work in the ledger: what it may begin, how large its turns may be, and what it holds meanwhile.
 
 Stands between the engine's loop and the guard that all engines share, on the engine thread. A request reserves its
-caches before it is admitted, for its tokens so far and some to come, and more as it grows; a turn reserves its
-transient before it is computed. What a request can never have is refused before anything runs; what it cannot have
-yet it waits for, as long as there is something to wait for.
+caches before it is admitted, for its tokens so far and some to come, and asks for more before it has used them up; a
+turn reserves its transient before it is computed. What a request can never have is refused before anything runs; what
+it cannot have yet it waits for, as long as there is something to wait for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from omlxd.engine.api import MemoryExceeded
-from omlxd.engine.estimator import Costs, TurnEstimator
+from omlxd.engine.estimator import ROWS_PER_STEP, Costs, TurnEstimator
 from omlxd.engine.guard import MemoryGuard
+from omlxd.engine.holdings import Held, Holdings
 from omlxd.engine.ledger import Reservation
 from omlxd.engine.limits import Level
 from omlxd.engine.picture_memory import PictureMemory
@@ -24,20 +25,13 @@ from omlxd.engine.prefill import Prefill
 from omlxd.engine.request import Clock, Request
 from omlxd.engine.scheduler import MIN_TURN_TOKENS, SchedulerLimits
 
-GROWTH_TOKENS = 256  # of answer that a request has reserved ahead
+GROWTH_TOKENS = ROWS_PER_STEP  # of answer that a request has reserved ahead: a row in a batch takes so many at once
+ASK_AHEAD_TOKENS = 16  # so long before they are used up it asks for more: others need some steps to make way
+UNDER_WAY_TOKENS = 2  # of a row that are computed already, or just being computed, when its latest is known
 PATIENCE_S = 5.0  # of one who waits for memory that nobody can free
 ASK_AGAIN_S = 1.0  # how often one who waits says so
 
 WAITS_FOR_MEMORY = "waits for memory"  # the reason of a request that does
-
-
-@dataclass(slots=True)
-class _Held:
-    """A request's caches in the ledger: for `tokens` tokens."""
-
-    reservation: Reservation
-    tokens: int
-    joined: bool = False  # its caches are in the batch
 
 
 @dataclass(slots=True)
@@ -67,20 +61,17 @@ class WorkMemory:
         self._kv = costs.kv
         self._turns = TurnEstimator(costs.widths, costs.kv)
         self._clock = clock
-        self._merges_rows = merges_rows
-        self._held: dict[str, _Held] = {}
-        self._gone: list[_Held] = []
+        self._holdings = Holdings(name, guard.ledger, costs.kv, merges_rows=merges_rows)
         self._pictures = pictures or PictureMemory(name, guard.ledger, None)
         self._waits: dict[str, _Wait] = {}
-        self._padding = guard.ledger.hold(name, "padding", 0)
 
     # -- before a request begins --------------------------------------------------------------------------------------
 
     def refusal(self, request: Request) -> MemoryExceeded | None:
         """Why a request could never run, whatever else is given up for it; None if it could."""
-        tokens = self._most_tokens(request)
-        alone = self._padding_of([_Held(self._padding, tokens)])
-        caches = self._kv.bytes(tokens) + alone + self._turns.bytes(MIN_TURN_TOKENS, tokens)
+        tokens = self._longest(request)
+        room_ahead = 0 if request.job.warm else GROWTH_TOKENS - 1
+        caches = self._holdings.alone(tokens + room_ahead) + self._turns.bytes(MIN_TURN_TOKENS, tokens)
         needed = caches + self._pictures.most(request.job.pictures)
         refused = self._guard.refusal("the request", needed, advice="", staying=[self._name])
         if refused is None:
@@ -95,25 +86,22 @@ class WorkMemory:
 
     def admit(self, request: Request) -> bool:
         """Reserves the request's caches; False while there is no room for them."""
-        if request.id in self._held:
+        if self._holdings.get(request.id) is not None:
             return True
         orders = self._guard.limits.orders
-        tokens = min(request.length + GROWTH_TOKENS, self._most_tokens(request))
-        pictures = self._pictures.waiting(request.job.pictures)
-        needed = self._kv.bytes(tokens) + self._more_padding(tokens) + pictures
+        tokens = self._foreseen(request)
+        needed = self._holdings.more(tokens) + self._pictures.waiting(request.job.pictures)
         turn = self._turns.bytes(MIN_TURN_TOKENS, request.length)
         may = orders.admits or orders.exhausted
         reservation = self._reserve(request, needed + turn) if may else None
         if reservation is None:
             self._waits.setdefault(request.id, _Wait(self._clock(), self._clock()))
             return False
-        if not self._held:
+        if not len(self._holdings):
             self._guard.stir()  # an idle daemon's readings are far apart
-        reservation.resize(self._kv.bytes(tokens))
         self._waits.pop(request.id, None)
-        self._held[request.id] = _Held(reservation, tokens)
+        self._holdings.take(request.id, reservation, tokens)
         self._pictures.take(request.id, request.job.pictures)
-        self._pad()
         return True
 
     def _reserve(self, request: Request, needed: int) -> Reservation | None:
@@ -138,10 +126,9 @@ class WorkMemory:
         if not nothing_runs and not (limits.orders.exhausted and limits.level is Level.HARD):
             return None
         del self._waits[request.id]
-        tokens = min(request.length + GROWTH_TOKENS, self._most_tokens(request))
         return self._guard.gave_up(
             f"the request, after {PATIENCE_S:g} s of waiting,",
-            self._kv.bytes(tokens) + self._turns.bytes(MIN_TURN_TOKENS, request.length),
+            self._kv.bytes(self._foreseen(request)) + self._turns.bytes(MIN_TURN_TOKENS, request.length),
             advice="nothing more can be freed now; try again later, unload a model or raise memory.limit_bytes",
         )
 
@@ -149,80 +136,81 @@ class WorkMemory:
     def somebody_waits(self) -> bool:
         return bool(self._waits)
 
-    def _most_tokens(self, request: Request) -> int:
+    def _foreseen(self, request: Request) -> int:
+        """Tokens to reserve for now. However short the answer, its row in the batch has room for GROWTH_TOKENS."""
+        return request.length + (0 if request.job.warm else GROWTH_TOKENS)
+
+    def _longest(self, request: Request) -> int:
+        """Tokens that it could come to."""
         return len(request.job.prompt) + (0 if request.job.warm else request.job.max_tokens)
 
     # -- while it runs ------------------------------------------------------------------------------------------------
 
-    def grow(self, request: Request) -> None:
-        """The request has a token more. What it then needs is taken: the ladder sees to the rest."""
-        held = self._held.get(request.id)
-        if held is None or request.length <= held.tokens:
-            return
-        held.tokens = request.length + GROWTH_TOKENS
-        held.reservation.resize(self._kv.bytes(held.tokens))
-        self._pad()
+    def grow(self, request: Request) -> bool:
+        """The request has a token more. False while the memory that it needs for those to come is not there."""
+        held = self._holdings.get(request.id)
+        if held is None or min(request.length + ASK_AHEAD_TOKENS, self._longest(request)) <= held.tokens:
+            return True
+        tokens = held.tokens + GROWTH_TOKENS
+        more = self._holdings.more(tokens, than=held)
+        granted = self._reserve_growth(held, more) if more > 0 else None
+        if more > 0 and granted is None:
+            return False
+        self._holdings.grow(held, tokens)
+        if granted is not None:
+            granted.release()  # the request's own entries have it now
+        return True
+
+    def _reserve_growth(self, held: Held, more: int) -> Reservation | None:
+        """Running answers may have what is above the mark of admission: they would lose by waiting.
+
+        One that has its engine to itself ends there only for a limit that stays, not for one that jumps.
+        """
+        reservation = self._guard.reserve(self._name, "kv", more)
+        if reservation is None and not held.has_asked:
+            held.has_asked = True
+            self._guard.want_room(more)
+        limits = self._guard.limits
+        mark = limits.abort if len(self._holdings) == 1 else limits.hard
+        return reservation or self._guard.reserve_up_to(mark, self._name, "kv", more)
+
+    def is_spent(self, request: Request) -> bool:
+        """Whether the request has no memory left for the next step."""
+        held = self._holdings.get(request.id)
+        return held is not None and request.length + UNDER_WAY_TOKENS > held.tokens
+
+    @property
+    def somebody_leaves(self) -> bool:
+        """Whether bytes of somebody who has left come back within the next steps."""
+        return self._holdings.somebody_leaves
+
+    def joined(self, request: Request) -> None:
+        """The request's caches are being copied into the batch."""
+        self._holdings.joined(request.id)
 
     def leave(self, request: Request) -> None:
-        """The request ends, or goes back into the line; its bytes are given back by `arrays_dropped`."""
+        """The request ends, or goes back into the line; its bytes are given back when its arrays have gone."""
         self._waits.pop(request.id, None)
+        self._holdings.leave(request.id)
         self._pictures.leave(request.id)
-        held = self._held.pop(request.id, None)
-        if held is not None:
-            self._gone.append(held)
 
-    def arrays_dropped(self) -> None:
-        """Nothing of those who have left is in the batch any more."""
-        if not self._gone:
-            return
-        for held in self._gone:
-            held.reservation.release()
-        self._gone.clear()
-        self._pad()
+    def step_over(self, *, at_rest: bool) -> None:
+        """A step is over; `at_rest`: and nothing has a place any more."""
+        if at_rest:
+            self._holdings.at_rest()
+        else:
+            self._holdings.step_over()
 
     def close(self) -> None:
         """The engine has let go of everything."""
-        for held in [*self._held.values(), *self._gone]:
-            held.reservation.release()
-        self._held.clear()
-        self._gone.clear()
         self._waits.clear()
-        self._padding.release()
+        self._holdings.close()
         self._pictures.close()
 
     @property
     def held_bytes(self) -> int:
         """Of all requests' caches and pictures."""
-        own = self._padding.nbytes + self._pictures.nbytes
-        return own + sum(held.reservation.nbytes for held in self._held.values())
-
-    def joined(self, request: Request) -> None:
-        """The request's own caches have been copied into the batch and are gone."""
-        held = self._held.get(request.id)
-        if held is not None:
-            held.joined = True
-            self._pad()
-
-    def _more_padding(self, tokens: int) -> int:
-        asked = [*self._held.values(), _Held(self._padding, tokens)]
-        return max(0, self._padding_of(asked) - self._padding.nbytes)
-
-    def _pad(self) -> None:
-        self._padding.resize(self._padding_of(self._held.values()))
-
-    def _padding_of(self, held: Collection[_Held]) -> int:
-        """What a batch takes beside its rows' own bytes.
-
-        Rows are as long as the longest; one that joins stands there twice until it is copied; and a batch that rows
-        join or leave is copied, a layer at a time.
-        """
-        lengths = [each.tokens for each in held]
-        if not self._merges_rows or not lengths:
-            return 0
-        joining = max((self._kv.bytes(each.tokens) for each in held if not each.joined), default=0)
-        padding = self._kv.padding(lengths)
-        batch = padding + sum(self._kv.bytes(length) for length in lengths)
-        return padding + joining + 2 * batch // max(1, len(self._kv.leaves))
+        return self._holdings.nbytes + self._pictures.nbytes
 
     # -- turns --------------------------------------------------------------------------------------------------------
 

@@ -53,6 +53,11 @@ def admission(rows: Sequence[Row], limits: SchedulerLimits, *, interactive_waits
     return Admission(0) if victim is None else Admission(1, preempt=victim)
 
 
+def makes_way(rows: Sequence[Row]) -> str:
+    """Who leaves when there is not memory enough for all: of the lowest priority the one that came last."""
+    return next((row.id for row in reversed(rows) if row.batch_priority), rows[-1].id)
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A prompt under way. `remaining` counts tokens to compute, the last one included, which only the first draw needs.

@@ -30,7 +30,7 @@ from omlxd.engine.decoder import direct
 from omlxd.engine.fetching import Fetching, Lender
 from omlxd.engine.following import Following
 from omlxd.engine.guard import MemoryGuard
-from omlxd.engine.inbox import Abort, Ask, Close, Closed, Deliver, Inbox, Preempt, Refuse, Submit
+from omlxd.engine.inbox import SHORT_OF_MEMORY, Abort, Ask, Close, Closed, Deliver, Inbox, Preempt, Refuse, Submit
 from omlxd.engine.job import Job
 from omlxd.engine.joining import Caches, RowFailed, RowToken, at_once
 from omlxd.engine.line import Line
@@ -43,7 +43,7 @@ from omlxd.engine.prefixes import Prefixes
 from omlxd.engine.prompts import Prompts
 from omlxd.engine.request import Clock, Request, State
 from omlxd.engine.rows import logprob, row_start
-from omlxd.engine.scheduler import Row, SchedulerLimits, Turn, admission, turn
+from omlxd.engine.scheduler import Row, SchedulerLimits, Turn, admission, makes_way, turn
 from omlxd.engine.stream import Event
 from omlxd.engine.unreturned import remains_of
 
@@ -128,9 +128,9 @@ class Worker:
                 self._failures = 0
             except Exception as exc:  # noqa: BLE001  the top of this thread's loop: some requests end, the rest go on
                 failure = self._recover(exc)
-            self._memory.arrays_dropped()
             self._publish()
             self._flush()
+            self._memory.step_over(at_rest=not (self._prompts or self._rows))
         self._end_all(failure)
         self._publish(now=True)
         self._flush()
@@ -361,7 +361,8 @@ class Worker:
 
     def _settle(self, tokens: Sequence[RowToken]) -> None:
         """Gives every row its token; rows whose answer ended leave the batch."""
-        gone = []
+        gone: list[str] = []
+        short: list[Request] = []
         for row in tokens:
             request = self._rows[row.id]
             self._meter.drew(request)
@@ -377,11 +378,22 @@ class Worker:
                     self._end(request, State.FINISHED, request.result(reason))
                 gone.append(row.id)
             else:
-                self._memory.grow(request)
+                if not self._memory.grow(request):
+                    short.append(request)
                 if self._prefixes.fills_a_block(request):
                     self._prefixes.while_decoding(request, *self._batch.caches(row.id))
         if gone:
             self._batch.remove(frozenset(gone))
+        for request in short:
+            self._make_way_for(request)
+
+    def _make_way_for(self, request: Request) -> None:
+        """The answer grows, and there is no memory for that: whoever loses least leaves, it itself at the last."""
+        if self._memory.is_spent(request) and request.id in self._rows:
+            self._preempt(request.id, SHORT_OF_MEMORY)
+        elif not self._memory.somebody_leaves:
+            rows = [Row(each.id, self._line.defers(each)) for each in [*self._rows.values(), *self._prompts]]
+            self._preempt(makes_way(rows), SHORT_OF_MEMORY)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 

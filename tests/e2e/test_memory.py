@@ -66,16 +66,15 @@ def test_a_flood_of_long_prompts_ends_under_the_limit_and_leaves_nothing(daemon:
     limit = leave(daemon, 180 * MB)
     assert daemon.process is not None
     with daemon.client() as client, sampling(daemon.process.pid) as seen:
-        calls = [client.start("generate.complete", ask(prompt=f"{n} {PROMPT}")) for n in range(14)]
+        calls = [client.start("generate.complete", ask(prompt=f"{n} {PROMPT}")) for n in range(8)]
         ends = Counter(end_of(call) for call in calls)
-    assert ends == {"answered": 14}
+    assert ends == {"answered": 8}
     assert seen.most <= limit + MARGIN, f"{seen.most / MB:.0f} MB of {limit / MB:.0f}"
-    until(lambda: daemon.live() == 0, within_s=10)
-    assert held(daemon, *HOLDERS_OF_WORK) == 0
+    until(lambda: daemon.live() == 0 and held(daemon, *HOLDERS_OF_WORK) == 0, within_s=10)
 
 
 def test_what_could_never_fit_is_refused_before_it_runs(daemon: Daemon) -> None:
-    leave(daemon, 60 * MB)
+    leave(daemon, 90 * MB)
     with pytest.raises(RpcError) as caught:
         daemon.call("generate.complete", **ask(prompt=PROMPT * 3))
     data = caught.value.data
@@ -213,10 +212,9 @@ def test_a_storm_of_loads_evictions_answers_and_cancels_keeps_the_books(three: D
         list(clients.map(client, range(5)))
     assert set(ends) <= {"answered", "cancelled"}, ends
     assert ends.total() == 30
-    until(lambda: three.live() == 0, within_s=10)
+    until(lambda: three.live() == 0 and held(three, *HOLDERS_OF_WORK) == 0, within_s=10)
     status = three.call("memory.status")
     loaded = [model for model in three.call("models.list") if model["state"] == "READY"]
     weights = {entry["owner"]: entry["bytes"] for entry in status["entries"] if entry["kind"] == "weights"}
     assert set(weights) == {model["name"] for model in loaded}
-    assert held(three, *HOLDERS_OF_WORK) == 0
     assert held(three) == status["ledger_bytes"]

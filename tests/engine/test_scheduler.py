@@ -13,6 +13,7 @@ from omlxd.engine.scheduler import (
     Turn,
     View,
     admission,
+    makes_way,
     turn,
     turn_tokens,
 )
@@ -44,6 +45,12 @@ def test_as_many_are_admitted_as_there_are_free_rows() -> None:
 def test_a_waiting_interactive_request_preempts_the_batch_request_that_came_last() -> None:
     assert admission(rows(*"bibi"), LIMITS, interactive_waits=True) == Admission(1, preempt="b2")
     assert admission(rows(*"bibi"), LIMITS, interactive_waits=False) == Admission(0)
+
+
+def test_who_came_last_makes_way_and_a_batch_request_before_any_other() -> None:
+    assert makes_way(rows(*"ibib")) == "b3"
+    assert makes_way(rows(*"bii")) == "b0"
+    assert makes_way(rows(*"ii")) == "i1"
 
 
 # -- turns ------------------------------------------------------------------------------------------------------------
