@@ -74,6 +74,14 @@ def chain(root: bytes, tokens: bytes, media: Sequence[MediaSpan], block_size: in
     return specs
 
 
+def apart(digest: bytes) -> tuple[MediaSpan, ...]:
+    """What keeps a prompt's blocks from everyone else's: as if its first token stood for a picture. None for b"".
+
+    It has no position inside, so that a prefix may still end anywhere.
+    """
+    return (MediaSpan(0, 1, digest),) if digest else ()
+
+
 def touching(media: Sequence[MediaSpan], start: int, stop: int) -> tuple[MediaSpan, ...]:
     """The spans that share at least one token with [start, stop)."""
     return tuple(span for span in media if span.start < stop and span.stop > start) if media else ()

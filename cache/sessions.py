@@ -17,6 +17,7 @@ from typing import Any
 
 from omlxd.cache.disk import Disk
 from omlxd.cache.errors import CacheError
+from omlxd.cache.keys import MediaSpan, apart
 from omlxd.cache.ssd_volume import SESSIONS, Volume
 from omlxd.cache.store import Name
 
@@ -38,7 +39,11 @@ class TooManySessions(CacheError):
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """`tokens` are packed ids up to the position; `held` the records that lead there, `nbytes` their files' size."""
+    """`tokens` are packed ids up to the position; `held` the records that lead there, `nbytes` their files' size.
+
+    `pictures` are those of the tokens. What was imported has an `apart` of its own: nobody but who names the session
+    is answered from it, for nobody here has computed it.
+    """
 
     model: str
     name: str
@@ -48,10 +53,17 @@ class Session:
     nbytes: int
     created_at: float
     last_used: float
+    pictures: tuple[MediaSpan, ...] = ()
+    apart: bytes = b""
 
     @property
     def num_tokens(self) -> int:
         return len(self.tokens) // 4
+
+    @property
+    def media(self) -> tuple[MediaSpan, ...]:
+        """What its keys are made of besides its tokens."""
+        return (*apart(self.apart), *self.pictures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,8 @@ class Chain:
     tokens: bytes
     held: tuple[Name, ...]
     nbytes: int
+    pictures: tuple[MediaSpan, ...] = ()
+    apart: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +125,9 @@ class Sessions:
         self._check_quota(there, chain)
         now = self._clock()
         created = there.created_at if there is not None else now
-        session = Session(model, name, identity, chain.tokens, chain.held, chain.nbytes, created, now)
+        session = Session(
+            model, name, identity, chain.tokens, chain.held, chain.nbytes, created, now, chain.pictures, chain.apart
+        )
         self._write(volume, session)
         volume.index.begin()
         volume.index.pin([key for _, key in session.held], 1)
@@ -177,6 +193,8 @@ def _said(session: Session) -> bytes:
             "bytes": session.nbytes,
             "created_at": session.created_at,
             "last_used": session.last_used,
+            "pictures": [[span.start, span.stop, span.digest.hex()] for span in session.pictures],
+            "apart": session.apart.hex(),
         }
     ).encode()
 
@@ -196,6 +214,8 @@ def _read(disk: Disk, path: Path) -> Session | None:
             nbytes=int(said["bytes"]),
             created_at=float(said["created_at"]),
             last_used=float(said["last_used"]),
+            pictures=tuple(MediaSpan(int(a), int(b), bytes.fromhex(c)) for a, b, c in said.get("pictures", ())),
+            apart=bytes.fromhex(said.get("apart", "")),
         )
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

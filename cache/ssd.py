@@ -12,13 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from omlxd.cache.disk import Disk
 from omlxd.cache.explain import Explanation, explanation
-from omlxd.cache.keys import chain, pack, unpack
+from omlxd.cache.keys import MediaSpan, apart, chain, pack, unpack
 from omlxd.cache.prefix import Standing
 from omlxd.cache.sessions import Chain, Quota, Session, Sessions
 from omlxd.cache.ssd_files import Limits
@@ -153,33 +153,43 @@ class SsdStore:
         """Raises NoSuchSession. What it held is cache again, like any other."""
         return self.run(lambda volume: self._sessions.delete(volume, model, name)).result(ERRAND_S)
 
-    def save_session(self, model: Model, name: str, tokens: Sequence[int], *, may_replace: bool) -> Session:
+    def save_session(
+        self,
+        model: Model,
+        name: str,
+        tokens: Sequence[int],
+        pictures: Sequence[MediaSpan] = (),
+        *,
+        may_replace: bool,
+        kept_apart: bytes = b"",
+    ) -> Session:
         """Names the last position of `tokens` that can be brought back, and holds what leads there.
 
         Nothing is copied: what is on disk stays, what is in memory only is written first. Raises SessionIsThere,
         TooManySessions, and Unreadable when none of it is to be had.
         """
-        self._write_chain(model, tokens)
+        media = (*apart(kept_apart), *pictures)
+        self._write_chain(model, tokens, media)
 
         def save(volume: Volume) -> Session:
-            kept = self._chain(model, tokens)
+            kept = replace(self._chain(model, tokens, media), pictures=tuple(pictures), apart=kept_apart)
             return self._sessions.save(volume, model.name, name, model.identity, kept, may_replace=may_replace)
 
         return self.run(save).result(ERRAND_S)
 
-    def _write_chain(self, model: Model, tokens: Sequence[int]) -> None:
+    def _write_chain(self, model: Model, tokens: Sequence[int], media: Sequence[MediaSpan]) -> None:
         _, source = self._writer.sources[model.identity]
-        specs = chain(model.identity, pack(tokens), (), model.block_size)
+        specs = chain(model.identity, pack(tokens), media, model.block_size)
         names = {(BLOCK, spec.key) for spec in specs}
         for stop in range(max(1, len(tokens) - 1), len(tokens) + 1):
-            *_, last = chain(model.identity, pack(tokens[:stop]), (), model.block_size)
+            *_, last = chain(model.identity, pack(tokens[:stop]), media, model.block_size)
             names |= {(BLOCK, last.key), (CHECKPOINT, last.key)}
         for offer in source(names):
             self._queue.offer(model, offer, always=True)
         self.written().result(ERRAND_S)
 
-    def _chain(self, model: Model, tokens: Sequence[int]) -> Chain:
-        specs = chain(model.identity, pack(tokens), (), model.block_size)
+    def _chain(self, model: Model, tokens: Sequence[int], media: Sequence[MediaSpan]) -> Chain:
+        specs = chain(model.identity, pack(tokens), media, model.block_size)
         plan = self._reader.plan(model, Standing(specs, 0, 0, len(tokens)))
         if not plan.position or any(step.record is not None for step in plan.steps):
             raise Unreadable(self._writer.condition.reason or "none of it could be kept on disk")

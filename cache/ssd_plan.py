@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from omlxd.cache.keys import TOKEN_BYTES, BlockSpec, common_run, first_tokens
+from omlxd.cache.keys import TOKEN_BYTES, BlockSpec, block_key, common_run, first_tokens, shared, touching
 from omlxd.cache.prefix import Standing
 from omlxd.cache.ssd_format import Model, Record
 from omlxd.cache.ssd_index import Entry, Lookup
@@ -113,19 +113,28 @@ class Planner:
 
     def _next(self, spec: BlockSpec, parent: bytes) -> tuple[Step | None, int, bytes]:
         """The block that shares the most first tokens with `spec`, how many, and its further ones."""
-        if spec.spans:
-            return None, 0, b""  # a block with pictures is the same or another
         best: tuple[Step | None, int, bytes] = (None, 0, b"")
         for entry in self._lookup.alike(self._identity, parent, spec.tokens):
             run = common_run(entry.tokens, spec.tokens)
-            if run > best[1]:
+            if run > best[1] and _has_pictures_of(entry, spec):
                 best = (_step_of(entry), run, entry.tokens[run * TOKEN_BYTES :])
         waiting = self._queue.alike(self._model.identity, parent, spec.tokens)
-        if waiting is not None and not waiting.spec.spans and common_run(waiting.spec.tokens, spec.tokens) > best[1]:
-            run, own = common_run(waiting.spec.tokens, spec.tokens), waiting.spec
+        if waiting is not None and shared(waiting.spec, spec.tokens, spec.spans) > best[1]:
+            run, own = shared(waiting.spec, spec.tokens, spec.spans), waiting.spec
             step = Step(BLOCK, own.key, parent, own.num_tokens, 0, waiting)
             best = (step, run, own.tokens[run * TOKEN_BYTES :])
         return best
+
+
+def _has_pictures_of(entry: Entry, spec: BlockSpec) -> bool:
+    """Whether a block has just the prompt's pictures, as far as it goes. The index does not have them, its key does.
+
+    For a prompt without pictures the answer may be wrong: then what is read for it turns out to be of no use.
+    """
+    if not spec.spans:
+        return True
+    spans = touching(spec.spans, entry.start, entry.stop)
+    return block_key(entry.parent, entry.tokens, spans) == entry.key
 
 
 def _step_of(entry: Entry | None) -> Step | None:

@@ -168,18 +168,20 @@ class _Live:
         ):
             if request.warm and engine.uncached is not None:
                 raise Unsupported("cache.warm", f"{engine.facts.name} keeps no prompts: {engine.uncached}")
-            if request.session is not None:
-                await self._sessions.use(engine, request.session)
+            session = None if request.session is None else await self._sessions.use(engine, request.session)
             self._waits_for = "its tokens"
             prepared = await engine.prepare(request)
             boundaries = await engine.boundaries(prepared.prompt, prepared.token_ids)
-            job = make_job(request, prepared, engine.facts, id=self.id, arrived=self._arrived, boundaries=boundaries)
+            apart = b"" if session is None else session.apart
+            job = make_job(
+                request, prepared, engine.facts, id=self.id, arrived=self._arrived, boundaries=boundaries, apart=apart
+            )
             wait.reschedule(None)
             engine.submit(job, self.stream)
             self._engine = engine
             result = await self.stream.result()
-            if request.session is not None:
-                self._sessions.keep(engine, request.session, result)
+            if session is not None:
+                self._sessions.keep(engine, session, result, [picture.span for picture in job.pictures])
             content.info("%s was answered: %s%s", self.id, result.reasoning or "", result.text)
 
     def _report(self, progress: Progress) -> None:

@@ -91,6 +91,7 @@ class Service:
         live: LiveSettings,
         on_shutdown: OnShutdown,
         memory: Memory,
+        guard: MemoryGuard,
     ) -> None:
         """`pool` tells `events` of its models."""
         self._memory = memory
@@ -100,7 +101,7 @@ class Service:
         self._paths = paths
         self._live = live
         self._on_shutdown = on_shutdown
-        self._sessions = Sessions(shelf.disk, pool)
+        self._sessions = Sessions(shelf.disk, pool, guard)
         self._generations = Generations(pool, events, self._sessions)
         self._pulls = Pulls(pull, Path(paths.models_dir))
         self._began = time.monotonic()
@@ -278,11 +279,11 @@ class Service:
         return await self._with_engine(model, lambda engine: self._sessions.export(engine, name, path))
 
     async def import_session(self, model: str, name: str, path: str) -> SessionEntry:
-        content = await self._sessions.read(name, path)
-        first = TokenPrompt(content.tokens[:SAMPLE_TOKENS])
-        generation = self.generate(GenerateRequest(model=model, prompt=first, warm=True, cache=True))
-        await self._sessions.warmed(generation, _quiet)
-        return await self._with_engine(model, lambda engine: self._sessions.take_in(engine, name, content))
+        async with self._sessions.imported(name, path) as content:
+            first = TokenPrompt(content.tokens[:SAMPLE_TOKENS])
+            generation = self.generate(GenerateRequest(model=model, prompt=first, warm=True, cache=True))
+            await self._sessions.warmed(generation, _quiet)
+            return await self._with_engine(model, lambda engine: self._sessions.take_in(engine, name, content))
 
     # -- small things -------------------------------------------------------------------------------------------------
 
@@ -367,7 +368,7 @@ def build_service(live: LiveSettings, paths: Paths, on_shutdown: OnShutdown) -> 
         "models.autoload",
         "models.ttl_s",
     )
-    return Service(pool, backend, events, paths=paths, live=live, on_shutdown=on_shutdown, memory=memory)
+    return Service(pool, backend, events, paths=paths, live=live, on_shutdown=on_shutdown, memory=memory, guard=guard)
 
 
 def _roots(settings: Settings, paths: Paths) -> list[Root]:

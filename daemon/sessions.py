@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -32,11 +34,14 @@ from omlxd.engine.api import (
     Unsupported,
 )
 from omlxd.engine.disk_cache import DiskCache
+from omlxd.engine.guard import MemoryGuard
 from omlxd.engine.pool import Pool
 from omlxd.engine.slot import EngineHandle
 
 if TYPE_CHECKING:
+    from omlxd.cache.keys import MediaSpan
     from omlxd.cache.prefix import Hit, PrefixCache
+    from omlxd.cache.restoration import Restoration
     from omlxd.cache.sessions import Session
     from omlxd.cache.ssd import ModelStore, SsdStore
     from omlxd.cache.ssd_format import Record
@@ -55,9 +60,10 @@ T = TypeVar("T")
 class Sessions:
     """The sessions as clients see them."""
 
-    def __init__(self, disk: DiskCache, pool: Pool) -> None:
+    def __init__(self, disk: DiskCache, pool: Pool, guard: MemoryGuard) -> None:
         self._disk = disk
         self._pool = pool
+        self._guard = guard
         self._one_by_one = asyncio.Lock()
         self._updates: set[asyncio.Task[None]] = set()
 
@@ -81,13 +87,24 @@ class Sessions:
         finally:
             generation.cancel()  # of no effect once it has ended
 
-    async def save(self, engine: EngineHandle, name: str, tokens: Sequence[int], *, may_replace: bool) -> SessionEntry:
+    async def save(
+        self,
+        engine: EngineHandle,
+        name: str,
+        tokens: Sequence[int],
+        pictures: Sequence[MediaSpan] = (),
+        *,
+        may_replace: bool,
+        apart: bytes = b"",
+    ) -> SessionEntry:
         view, model = self._view(engine), engine.facts.name
-        return _entry(
-            await self._change(
-                lambda: view.store.save_session(view.model, name, tokens, may_replace=may_replace), model, name
+
+        def save() -> Session:
+            return view.store.save_session(
+                view.model, name, tokens, pictures, may_replace=may_replace, kept_apart=apart
             )
-        )
+
+        return _entry(await self._change(save, model, name))
 
     async def list(self, model: str | None) -> Sequence[SessionEntry]:
         catalog_name = None if model is None else (await self._pool.entry(model)).name
@@ -106,17 +123,18 @@ class Sessions:
         await self.settle()
         session = await self.use(engine, name)
         tokens = await asyncio.to_thread(_tokens_of, session)
-        await _bring(engine, tokens)
-        hit = await engine.ask_cache(partial(_restored, tokens))
-        try:
-            written = await self._run(lambda: _write(target, hit, tokens), engine.facts.name, name)
-        finally:
-            hit.release()
+        with self._memory("exporting the session", 2 * session.nbytes):  # its blocks, and the caches made of them
+            hit = await _brought(engine, tokens, session.media)
+            try:
+                written = await self._run(lambda: _write(target, hit, tokens), engine.facts.name, name)
+            finally:
+                hit.release()
         entry = _entry(session)
         return SessionEntry(entry.name, entry.model, entry.tokens, written, entry.created_at, entry.last_used)
 
-    async def read(self, name: str, path: str) -> Content:
-        """An import's file, checked for form. Raises Unsupported, StorageFailed."""
+    @asynccontextmanager
+    async def imported(self, name: str, path: str) -> AsyncIterator[Content]:
+        """An import's file, checked for form. Raises Unsupported, StorageFailed, MemoryExceeded."""
         self.check_name(name)
         source = _checked(path)
         self._store_is_there()
@@ -125,13 +143,15 @@ class Sessions:
             from omlxd.engine.session_file import BadSession, read
 
             try:
-                return read(source, self._disk.max_session_bytes)
+                return read(source, most_bytes)
             except BadSession as error:
                 raise Unsupported("session file", str(error)) from error
             except OSError as error:
                 raise StorageFailed(path, error.strerror or type(error).__name__) from error
 
-        return await asyncio.to_thread(read)
+        most_bytes = min(self._disk.max_session_bytes, await asyncio.to_thread(_size, source))
+        with self._memory("importing the session", 3 * most_bytes):  # its bytes, its arrays, and the blocks cut of them
+            yield await asyncio.to_thread(read)
 
     async def take_in(self, engine: EngineHandle, name: str, content: Content) -> SessionEntry:
         """Publishes what a file has and names it. Raises Unsupported, SessionExists, StorageFailed."""
@@ -139,8 +159,9 @@ class Sessions:
         there = await self._run(lambda: view.store.list_sessions(model), model, name)
         if any(session.name == name for session in there):
             raise SessionExists(model, name)
-        await engine.ask_cache(partial(_publish, content))
-        return await self.save(engine, name, content.tokens, may_replace=False)
+        apart = secrets.token_bytes(16)
+        await engine.ask_cache(partial(_publish, content, apart))
+        return await self.save(engine, name, content.tokens, may_replace=False, apart=apart)
 
     # -- a request's session ------------------------------------------------------------------------------------------
 
@@ -151,17 +172,19 @@ class Sessions:
         view, model = self._view(engine), engine.facts.name
         return await self._run(lambda: view.store.use_session(model, name), model, name)
 
-    def keep(self, engine: EngineHandle, name: str, result: GenerationResult) -> None:
+    def keep(
+        self, engine: EngineHandle, session: Session, result: GenerationResult, pictures: Sequence[MediaSpan]
+    ) -> None:
         """Moves a request's session on to the end of its answer, soon: whoever asks for sessions waits for it."""
         tokens = [*result.prompt_token_ids, *result.token_ids]
 
         async def update() -> None:
             try:
-                await self.save(engine, name, tokens, may_replace=True)
+                await self.save(engine, session.name, tokens, pictures, may_replace=True, apart=session.apart)
             except OmlxError as error:
-                log.warning("session %r stays where it was: %s", name, error)
+                log.warning("session %r stays where it was: %s", session.name, error)
 
-        task = asyncio.get_running_loop().create_task(update(), name=f"session-{name}")
+        task = asyncio.get_running_loop().create_task(update(), name=f"session-{session.name}")
         self._updates.add(task)
         task.add_done_callback(self._updates.discard)
 
@@ -191,6 +214,19 @@ class Sessions:
                 nodes[node.is_checkpoint, node.key] = node if there is None else there.also_on_disk(node)
         chosen = [node for node in nodes.values() if keys is None or node.key in keys]
         return [await _shown(engine, node) for node in sorted(chosen, key=lambda node: node.start)[:limit]]
+
+    @contextmanager
+    def _memory(self, what: str, nbytes: int) -> Iterator[None]:
+        """Holds memory for work outside of an engine's. Raises MemoryExceeded."""
+        self._guard.shrink_cache(nbytes)
+        reservation = self._guard.reserve("sessions", "kv", nbytes)
+        if reservation is None:
+            advice = "send it again later, unload a model or raise memory.limit_bytes"
+            raise self._guard.gave_up(what, nbytes, advice=advice)
+        try:
+            yield
+        finally:
+            reservation.release()
 
     # -- small things -------------------------------------------------------------------------------------------------
 
@@ -233,29 +269,42 @@ def _translated(work: Callable[[], T], disk: DiskCache, model: str, name: str) -
         raise StorageFailed(str(named or disk.directory), str(error)) from error
 
 
-async def _bring(engine: EngineHandle, tokens: Sequence[int]) -> None:
-    """Reads what the disk has of these tokens into memory."""
-    view, asked = engine.store, [*tokens, 0]
+async def _brought(engine: EngineHandle, tokens: Sequence[int], media: Sequence[MediaSpan]) -> Hit:
+    """Caches that hold these tokens, as far as memory and disk have them; whoever asks releases them."""
+    asked = [*tokens, 0]
+    restoration = await engine.ask_cache(lambda cache: cache.restoration(asked, media))
+    try:
+        await _read(engine, asked, media, restoration)
+        return await engine.ask_cache(partial(_restored, tokens, media))
+    finally:
+        await asyncio.to_thread(restoration.release)
+
+
+async def _read(
+    engine: EngineHandle, tokens: Sequence[int], media: Sequence[MediaSpan], restoration: Restoration
+) -> None:
+    """Reads what the disk has of these tokens beyond what memory has."""
+    view = engine.store
     if view is None:
         return
-    standing = await engine.ask_cache(lambda cache: cache.standing(asked))
+    standing = await engine.ask_cache(lambda cache: cache.standing(tokens, media))
     plan = await asyncio.wrap_future(view.plan(standing))
     for step in plan.steps:
         try:
             record = await asyncio.wrap_future(view.read(step))
         except CacheError:
             return  # its file has gone, or is bad: what came before it is what there is
-        await engine.ask_cache(partial(_adopt, asked, record))
+        await engine.ask_cache(partial(_add, restoration, record))
 
 
-def _adopt(tokens: Sequence[int], record: Record, cache: PrefixCache) -> None:
-    cache.adopt(tokens, [record])
+def _add(restoration: Restoration, record: Record, _: PrefixCache) -> None:
+    restoration.add(record, beyond_budget=True)
 
 
-def _restored(tokens: Sequence[int], cache: PrefixCache) -> Hit:
+def _restored(tokens: Sequence[int], media: Sequence[MediaSpan], cache: PrefixCache) -> Hit:
     from omlxd.engine.session_file import restored
 
-    return restored(tokens, cache)
+    return restored(tokens, media, cache)
 
 
 def _write(path: Path, hit: Hit, tokens: Sequence[int]) -> int:
@@ -267,7 +316,9 @@ def _write(path: Path, hit: Hit, tokens: Sequence[int]) -> int:
     return session_file.write(path, hit.caches, tokens)
 
 
-def _publish(content: Content, cache: PrefixCache) -> None:
+def _publish(content: Content, kept_apart: bytes, cache: PrefixCache) -> None:
+    """Stores what a file has where only its session's requests find it."""
+    from omlxd.cache.keys import apart
     from omlxd.engine.session_file import BadSession, caches_of
 
     hit = cache.lookup(content.tokens[:SAMPLE_TOKENS])
@@ -277,13 +328,21 @@ def _publish(content: Content, cache: PrefixCache) -> None:
         raise Unsupported("session file", str(error)) from error
     finally:
         hit.release()
-    cache.checkpoint(content.tokens, caches, len(content.tokens))
+    cache.checkpoint(content.tokens, caches, len(content.tokens), apart(kept_apart))
 
 
 def _tokens_of(session: Session) -> Sequence[int]:
     from omlxd.cache.keys import unpack
 
     return unpack(session.tokens)
+
+
+def _size(path: Path) -> int:
+    """Raises StorageFailed."""
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise StorageFailed(str(path), error.strerror or type(error).__name__) from error
 
 
 def _checked(path: str) -> Path:

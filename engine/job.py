@@ -42,6 +42,7 @@ class Job:
     warm: bool = False  # compute and keep the prompt, draw nothing
     form: Form = PLAIN
     course: Course | None = None
+    apart: bytes = b""  # of a session whose blocks are its own, see `cache.keys.apart`
     pictures: Sequence[PictureInput] = ()  # in order; held until the end, for a request that must begin again
 
 
@@ -53,6 +54,7 @@ def make_job(
     id: str,
     arrived: float,
     boundaries: Sequence[int] = (),
+    apart: bytes = b"",
 ) -> Job:
     """`arrived` is on the engine's clock. Raises ContextTooLong, InvalidParams."""
     prompt = prepared.token_ids
@@ -79,6 +81,7 @@ def make_job(
         warm=request.warm,
         form=prepared.form,
         course=prepared.course,
+        apart=apart,
         pictures=prepared.pictures,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 
-from omlxd.cache.keys import MediaSpan
+from omlxd.cache.keys import MediaSpan, apart
 from omlxd.engine.answer import Answer, Part
 from omlxd.engine.api import (
     Cancelled,
@@ -94,8 +94,8 @@ class Request:
 
     @property
     def media(self) -> tuple[MediaSpan, ...]:
-        """Which tokens stand for which pictures, in order."""
-        return tuple(picture.span for picture in self.job.pictures)
+        """What its blocks' keys are made of besides tokens: which of them stand for which pictures, in order."""
+        return (*apart(self.job.apart), *(picture.span for picture in self.job.pictures))
 
     @property
     def length(self) -> int:

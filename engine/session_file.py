@@ -19,7 +19,7 @@ from mlx_lm.models.cache import save_prompt_cache
 
 from omlxd.cache.disk import PRIVATE_FILE
 from omlxd.cache.errors import CacheError
-from omlxd.cache.keys import pack, unpack
+from omlxd.cache.keys import MediaSpan, pack, unpack
 from omlxd.cache.layouts import COMPOSITES, Leaf, Recurrent, class_name, layout_for, leaves
 from omlxd.cache.prefix import Hit, PrefixCache
 from omlxd.cache.ssd_format import BadFile, read_tensors
@@ -64,12 +64,12 @@ def write(path: Path, caches: Sequence[Leaf], tokens: Sequence[int]) -> int:
     return path.stat().st_size
 
 
-def restored(tokens: Sequence[int], cache: PrefixCache) -> Hit:
+def restored(tokens: Sequence[int], media: Sequence[MediaSpan], cache: PrefixCache) -> Hit:
     """Caches that stand at the end of `tokens`, or as near as what is stored allows, for any thread to read.
 
     On the engine thread; who asks releases the hit.
     """
-    hit = cache.lookup([*tokens, 0])  # a lookup leaves the last of its tokens to be computed
+    hit = cache.lookup([*tokens, 0], media)  # a lookup leaves the last of its tokens to be computed
     mx.eval([each.state for each in hit.caches])
     return hit
 

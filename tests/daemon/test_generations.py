@@ -12,6 +12,7 @@ from omlxd.daemon.generations import Generations
 from omlxd.daemon.sessions import Sessions
 from omlxd.engine.api import GenerateRequest, GenerationResult, Json, Prompt, QueueFull, TextPrompt, Unsupported, Usage
 from omlxd.engine.disk_cache import DiskCache
+from omlxd.engine.guard import MemoryGuard
 from omlxd.engine.job import Job
 from omlxd.engine.pool import Pool
 from omlxd.engine.preparing import Prepared
@@ -44,7 +45,7 @@ class Backend(FakeBackend):
 
 
 def no_sessions(models: Pool) -> Sessions:
-    return Sessions(DiskCache(None), models)
+    return Sessions(DiskCache(None), models, MemoryGuard())
 
 
 def test_a_requests_beginning_and_end_are_events_without_its_text() -> None:

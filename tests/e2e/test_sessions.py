@@ -73,26 +73,58 @@ def test_a_name_that_could_be_a_path_is_refused(daemon: Daemon, name: str) -> No
     assert daemon.call("sessions.save", model="tiny", name="plain name", prompt="xyz")["tokens"] == 2
 
 
-@pytest.mark.parametrize("layout", MODELS)
-def test_what_was_exported_is_what_mlx_lm_reads_and_comes_back_equal(daemon: Daemon, layout: str) -> None:
-    write(layout, daemon.models / "other", eos=[])
-    path = daemon.home.path / "novel.safetensors"
-    ask = {"model": "other", "max_tokens": 4, "temperature": 0, "return_token_ids": True}
-    cold = daemon.call("generate.complete", prompt=PROMPT + "x", cache=False, **ask)
-    saved = daemon.call("sessions.save", model="other", name="novel", prompt=PROMPT)
-    daemon.call("sessions.export", model="other", name="novel", path=str(path))
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert refused(daemon, "sessions.export", model="other", name="novel", path=str(path)) == "storage_failed"
-    caches, metadata = load_prompt_cache(str(path), return_metadata=True)
-    assert len(caches) > 0
-    assert len(bytes.fromhex(metadata["tokens"])) == 4 * saved["tokens"]
-    daemon.call("sessions.delete", model="other", name="novel")
+def test_what_was_exported_is_what_mlx_lm_reads_and_comes_back_equal_after_a_restart_too(daemon: Daemon) -> None:
+    """Every layout, in one daemon."""
+    ask = {"max_tokens": 4, "temperature": 0, "return_token_ids": True}
+    cold, saved = {}, {}
+    for layout in MODELS:
+        write(layout, daemon.models / layout, eos=[])
+        path = daemon.home.path / f"{layout}.safetensors"
+        cold[layout] = daemon.call("generate.complete", model=layout, prompt=PROMPT + "x", cache=False, **ask)
+        saved[layout] = daemon.call("sessions.save", model=layout, name="novel", prompt=PROMPT)
+        daemon.call("sessions.export", model=layout, name="novel", path=str(path))
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert refused(daemon, "sessions.export", model=layout, name="novel", path=str(path)) == "storage_failed"
+        caches, metadata = load_prompt_cache(str(path), return_metadata=True)
+        assert len(caches) > 0
+        assert len(bytes.fromhex(metadata["tokens"])) == 4 * saved[layout]["tokens"]
+        daemon.call("sessions.delete", model=layout, name="novel")
     daemon.call("cache.clear")
-    again = daemon.call("sessions.import", model="other", name="novel", path=str(path))
-    assert again["tokens"] == saved["tokens"]
-    warm = daemon.call("generate.complete", prompt=PROMPT + "x", **ask)
-    assert warm["usage"]["cached_tokens"] == saved["tokens"]
-    assert warm["token_ids"] == cold["token_ids"]
+    for layout in MODELS:
+        path = daemon.home.path / f"{layout}.safetensors"
+        again = daemon.call("sessions.import", model=layout, name="novel", path=str(path))
+        assert again["tokens"] == saved[layout]["tokens"]
+    daemon.signal()
+    daemon.start()
+    for layout in MODELS:
+        warm = daemon.call("generate.complete", model=layout, prompt=PROMPT + "x", session="novel", **ask)
+        assert warm["usage"]["cached_tokens"] == saved[layout]["tokens"], layout
+        assert warm["token_ids"] == cold[layout]["token_ids"], layout
+
+
+def test_an_import_answers_only_who_names_it(daemon: Daemon) -> None:
+    """What a file says of its later tokens nobody has computed here: other prompts are not answered from that."""
+    good, bad = (daemon.home.path / f"{name}.safetensors" for name in ("good", "bad"))
+    daemon.call("sessions.save", model="tiny", name="novel", prompt=PROMPT)
+    daemon.call("sessions.export", model="tiny", name="novel", path=str(good))
+    arrays, metadata = mx.load(str(good), return_metadata=True)
+    assert isinstance(arrays, dict)
+    late = mx.arange(arrays["0.0"].shape[2])[:, None] >= 100
+    bad.write_bytes(saved_as({**arrays, "0.0": mx.where(late, arrays["0.0"] + 9, arrays["0.0"])}, metadata))
+    daemon.call("sessions.delete", model="tiny", name="novel")
+    daemon.call("cache.clear")
+    daemon.call("sessions.import", model="tiny", name="theirs", path=str(bad))
+    cold = complete(daemon, PROMPT, cache=False)
+    ours = complete(daemon, PROMPT)
+    assert ours["token_ids"] == cold["token_ids"]
+    assert ours["usage"]["cached_tokens"] <= 17  # those that were computed here, to compare
+    for _ in range(2):
+        theirs = complete(daemon, PROMPT + "x", session="theirs")
+        assert theirs["usage"]["cached_tokens"] >= TOKENS - 1
+        assert complete(daemon, PROMPT)["token_ids"] == cold["token_ids"]
+        daemon.signal()
+        daemon.start()
+    assert complete(daemon, PROMPT + "x")["token_ids"] == complete(daemon, PROMPT + "x", cache=False)["token_ids"]
 
 
 def test_an_untrusted_file_is_refused_and_spoils_nothing(daemon: Daemon) -> None:

@@ -23,7 +23,7 @@ from tests.models import MODELS
 
 TOKENS = prompt(40)
 SAMPLE = 16
-EXAMPLES = 40  # 2,000 of each layout were run when this was written
+EXAMPLES = 40  # a thousand of each layout were run when this was written
 
 Parts = tuple[dict[str, Any], bytes]  # a safetensors file's header and payload
 
