@@ -22,6 +22,7 @@ from omlxd.engine.api import Unsupported
 from omlxd.engine.catalog import CatalogEntry
 from omlxd.engine.images import Picture
 from omlxd.engine.picture_memory import Tower, tower_of
+from omlxd.engine.prompt import TEMPLATE_FAILURES
 from omlxd.engine.vision_inputs import GRID, PIXELS, ByGrid, ByPicture, ByTiles, PictureInput, Share, Sight, processed
 from omlxd.engine.vision_model import RowShift, VisionModel
 
@@ -50,8 +51,12 @@ def sight_of(entry: CatalogEntry, folder: Path, model: VisionModel, tokenizer: T
     """
     if not tokenizer.has_chat_template:
         return None
-    none, one, two = (_rendered(tokenizer, pictures) for pictures in range(3))
-    if one == none:
+    try:
+        none, one, two = (_rendered(tokenizer, pictures) for pictures in range(3))
+    except TEMPLATE_FAILURES:
+        return None  # it takes texts, and was given parts
+    written = {text for text in tokenizer.get_added_vocab() if text in one and text not in none}
+    if not written:
         return None
     processor = load_processor(
         folder, add_detokenizer=False, local_files_only=True, trust_remote_code=entry.remote_code
@@ -62,7 +67,8 @@ def sight_of(entry: CatalogEntry, folder: Path, model: VisionModel, tokenizer: T
         processor=processor,
         share=_share(model, processor, one, two, images),
         token_id=token_id,
-        marks=_marks(tokenizer, token_id, one, none),
+        # Texts that the processor would take for a picture: its token, and what the template writes for one.
+        marks=sorted({str(tokenizer.convert_ids_to_tokens(token_id)), *written}),
         tower=_tower(folder, model),
         bos=tokenizer.bos_token,
         bos_id=tokenizer.bos_token_id,
@@ -86,12 +92,6 @@ def _picture_token(model: VisionModel) -> int:
     if type(found) is not int:
         raise _refused(model.vlm, "its config names no image_token_id and no image_token_index")
     return found
-
-
-def _marks(tokenizer: TokenizerWrapper, token_id: int, one: str, none: str) -> Sequence[str]:
-    """Texts that the processor would take for a picture: its token, and what the template writes for one."""
-    added = {text for text in tokenizer.get_added_vocab() if text in one and text not in none}
-    return sorted({str(tokenizer.convert_ids_to_tokens(token_id)), *added})
 
 
 def _share(model: VisionModel, processor: Any, one: str, two: str, images: Sequence[Image.Image]) -> Share:
