@@ -19,7 +19,7 @@ from omlxd.engine.sampling import BatchSampler, LogitsProcessor, SamplerRow
 
 # So many tokens of rows that join are run together with the last ones of their prompts. Logits then come for all of
 # them, which for more tokens costs more, in time and in memory, than a pass of its own for the last ones.
-ONE_PASS_TOKENS = 64
+ONE_PASS_TOKENS = 128
 
 Caches = list[Any]
 Computed = Callable[[str, Caches, int], None]

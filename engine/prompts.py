@@ -14,6 +14,9 @@ from omlxd.engine.rate import PrefillRate
 from omlxd.engine.request import Request
 from omlxd.engine.scheduler import Prompt, View
 
+# Rows that join with fewer tokens, padding included, measure what a pass costs in any case more than what a token does.
+MIN_JOINED = 32
+
 
 class Prompts:
     """Requests in PREFILL, in the order they were admitted."""
@@ -72,7 +75,8 @@ class Prompts:
 
     def joined(self, num_tokens: int, elapsed_s: float) -> None:
         """Short prompts were computed together, `num_tokens` with their padding."""
-        self.rate.measured(num_tokens, elapsed_s)
+        if num_tokens >= MIN_JOINED:
+            self.rate.measured(num_tokens, elapsed_s)
         self._after_long = False
 
     def view(self, *, decoding: int, waiting: int) -> View:
@@ -81,7 +85,7 @@ class Prompts:
             decoding=decoding,
             waiting=waiting,
             prompts=[self._prompt(request, prefill) for request, prefill in self._under_way.values()],
-            rate=self.rate.sure_tokens_per_s,
+            rate=self.rate.read(),
             after_long=self._after_long,
         )
 
@@ -89,7 +93,7 @@ class Prompts:
         return Prompt(
             id=request.id,
             remaining=prefill.remaining + 1,
-            rate=prefill.rate.sure_tokens_per_s,
+            rate=prefill.rate.read(),
             until_stop=self._prefixes.until_stop(request, prefill.done, prefill.remaining + 1),
             batch_priority=self._defers(request),
             last_turn=self._last_turn.get(request.id, -1),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from omlxd.engine.scheduler import Rate
+
 # The share of the newest turn in the averages: a rate follows a longer context or a busier machine within a few turns.
 WEIGHT = 0.3
 # Turns smaller than this measure their own start-up more than the model.
@@ -29,7 +31,8 @@ class PrefillRate:
         self._overrun += WEIGHT * (min(overrun, 1.0) - self._overrun)
         self.tokens_per_s += WEIGHT * (rate - self.tokens_per_s)
 
-    @property
-    def sure_tokens_per_s(self) -> float | None:
-        """What even a slow turn reaches: the bound on a turn is on what really happens, not on the average."""
-        return None if self.tokens_per_s is None else self.tokens_per_s / (1 + OVERRUNS * self._overrun)
+    def read(self) -> Rate | None:
+        """None before the first turn."""
+        if self.tokens_per_s is None:
+            return None
+        return Rate(self.tokens_per_s, self.tokens_per_s / (1 + OVERRUNS * self._overrun))

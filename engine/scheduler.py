@@ -59,11 +59,19 @@ def makes_way(rows: Sequence[Row]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Rate:
+    """Prefill tokens per second: as lately measured, and what even a slow turn reaches."""
+
+    usual: float
+    sure: float
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """A prompt under way. `remaining` counts tokens to compute, the last one included, which only the first draw needs.
 
-    `until_stop` counts those before something is to be stored, `remaining` if nothing is. `rate` is what its own turns
-    reach for sure, None before the first. `last_turn` is the step of its latest turn, -1 before the first.
+    `until_stop` counts those before something is to be stored, `remaining` if nothing is. `rate` is that of its own
+    turns, None before the first. `last_turn` is the step of its latest turn, -1 before the first.
     One that `warms` is computed and stored, and draws nothing: it never joins the batch. One that is `apart` has
     pictures to come, and joins it once they have been computed.
     """
@@ -71,7 +79,7 @@ class Prompt:
     id: str
     remaining: int
     until_stop: int
-    rate: float | None = None
+    rate: Rate | None = None
     batch_priority: bool = False
     last_turn: int = -1
     warms: bool = False
@@ -85,7 +93,7 @@ class View:
     decoding: int
     waiting: int
     prompts: Sequence[Prompt]
-    rate: float | None = None  # prefill tokens per second of prompts without a rate of their own, as lately measured
+    rate: Rate | None = None  # of prompts without one of their own
     after_long: bool = False  # the latest turn went to a prompt too long for one turn
 
 
@@ -121,12 +129,15 @@ def _fits(prompt: Prompt, budget: int) -> bool:
     return not apart and prompt.remaining <= budget and prompt.until_stop >= prompt.remaining - 1
 
 
-def turn_tokens(rate: float | None, limits: SchedulerLimits, *, alone: bool) -> int:
-    """How many tokens a turn may compute: what the rate allows in the time that others can be kept waiting."""
+def turn_tokens(rate: Rate | None, limits: SchedulerLimits, *, alone: bool) -> int:
+    """How many tokens a turn may compute: what the rate allows in the time that others can be kept waiting.
+
+    The bound on a turn that others wait for is on what really happens; one that is alone may last a little longer.
+    """
     if rate is None:
         return min(FIRST_TURN_TOKENS, limits.prefill_chunk)
-    allowed_ms = AIM * (limits.max_chunk_ms if alone else limits.max_decode_stall_ms)
-    return max(MIN_TURN_TOKENS, min(int(rate * allowed_ms / 1e3), limits.prefill_chunk))
+    per_s, allowed_ms = (rate.usual, limits.max_chunk_ms) if alone else (rate.sure, limits.max_decode_stall_ms)
+    return max(MIN_TURN_TOKENS, min(int(per_s * AIM * allowed_ms / 1e3), limits.prefill_chunk))
 
 
 def joiners(first: Prompt, candidates: Sequence[Prompt], budgets: Mapping[str, int]) -> list[Prompt]:

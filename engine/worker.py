@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 
 MAX_FAILURES = 3  # steps in a row that may fail before the engine gives up
 SNAPSHOT_S = 0.1  # how old what is published may be
+SNAPSHOT_PAUSE = 20  # times what one took, until the next: a long line is not described at every step
 OVERDUE_S = 1.0  # how often the line is looked through for those who have waited too long
 OVERDUE_RETRY_MS = 60_000  # for them: whoever waits an hour waits for more than one request to end
 # How many of the line's first are looked at for a free row beyond the rows themselves: held ones make way for others.
@@ -110,7 +111,7 @@ class Worker:
         self._closing: Close | None = None
         self._concerned: Sequence[Request] = ()
         self._events: list[tuple[str, Event]] = []
-        self._published = self._looked_through = clock()
+        self._published = self._looked_through = self._publish_from = clock()
         self._has_news = False  # a request has come or gone since what is published
         self.requests: tuple[RequestInfo, ...] = ()
         self.metrics: ModelMetrics = self._meter.read()
@@ -512,10 +513,14 @@ class Worker:
             self._emit(events)
 
     def _publish(self, *, now: bool = False) -> None:
-        if now or self._has_news or self._clock() - self._published >= SNAPSHOT_S:
-            self._published = self._clock()
-            self._has_news = False
-            self.metrics = self._meter.read()
-            if self._loaded.cache is not None and self._prefixes.cache is None:
-                self.uncached = "its cache was inconsistent; loading the model again brings it back"
-            self.requests = tuple(request.info() for request in self._live())
+        began = self._clock()
+        due = self._has_news or began - self._published >= SNAPSHOT_S
+        if not now and (not due or began < self._publish_from):
+            return
+        self._has_news = False
+        self.metrics = self._meter.read()
+        if self._loaded.cache is not None and self._prefixes.cache is None:
+            self.uncached = "its cache was inconsistent; loading the model again brings it back"
+        self.requests = tuple(request.info() for request in self._live())
+        self._published = self._clock()
+        self._publish_from = self._published + SNAPSHOT_PAUSE * (self._published - began)

@@ -35,8 +35,11 @@ def test_a_short_prompts_first_token_costs_one_pass_and_its_end_none() -> None:
 
 
 def test_a_long_ends_last_token_has_a_pass_of_its_own_so_that_logits_are_computed_for_it_alone() -> None:
-    assert one_token(Watched(), ONE_PASS_TOKENS) == [(1, ONE_PASS_TOKENS)]
-    assert one_token(Watched(), ONE_PASS_TOKENS + 1)[-2:] == [(1, ONE_PASS_TOKENS), (1, 1)]
+    for length, passes in ((ONE_PASS_TOKENS, [ONE_PASS_TOKENS]), (ONE_PASS_TOKENS + 1, [ONE_PASS_TOKENS, 1])):
+        model = Watched()
+        batch = MergedBatch(model, last_apart=False)
+        batch.join([start(model, "a", [7] * length)], lambda id, caches, lacking: None)
+        assert model.calls == [(1, tokens) for tokens in passes]
 
 
 def test_a_recurrent_models_checkpoint_is_taken_before_the_last_token() -> None:

@@ -8,6 +8,7 @@ from omlxd.engine.scheduler import (
     MIN_TURN_TOKENS,
     Admission,
     Prompt,
+    Rate,
     Row,
     SchedulerLimits,
     Turn,
@@ -19,7 +20,8 @@ from omlxd.engine.scheduler import (
 )
 
 LIMITS = SchedulerLimits(max_batch=4, prefill_chunk=2048, max_decode_stall_ms=80, max_chunk_ms=250)
-RATE = 1000.0 / AIM + 1e-6  # tokens per second, of which AIM counts: 80 tokens a turn while others wait, 250 alone
+PER_S = 1000.0 / AIM + 1e-6  # tokens per second, of which AIM counts: 80 a turn while others wait, 250 alone
+RATE = Rate(PER_S, PER_S)
 
 
 def prompt(id: str, remaining: int, until_stop: int | None = None, **others: int | bool) -> Prompt:
@@ -81,9 +83,9 @@ def test_a_turn_ends_where_a_checkpoint_is_due() -> None:
 
 
 def test_turns_are_never_over_the_chunk_and_start_small() -> None:
-    assert turn_tokens(1e6, LIMITS, alone=True) == 2048
+    assert turn_tokens(Rate(1e6, 1e6), LIMITS, alone=True) == 2048
     assert turn_tokens(None, LIMITS, alone=True) == FIRST_TURN_TOKENS
-    assert turn_tokens(1.0, LIMITS, alone=False) == MIN_TURN_TOKENS
+    assert turn_tokens(Rate(1.0, 1.0), LIMITS, alone=False) == MIN_TURN_TOKENS
 
 
 def test_short_prompts_enter_together_and_are_padded_only_to_each_other() -> None:
@@ -99,7 +101,7 @@ def test_a_short_prompt_waits_for_one_turn_of_a_long_one_however_many_there_are(
 
 
 def test_a_prompt_that_is_slower_than_others_gets_shorter_turns() -> None:
-    slow = Prompt("slow", 5000, 5000, rate=RATE / 5)
+    slow = Prompt("slow", 5000, 5000, rate=Rate(PER_S, PER_S / 5))
     assert turn(view(slow, decoding=1), LIMITS) == Turn(solo="slow", tokens=16)
     assert turn(view(prompt("fast", 5000), decoding=1), LIMITS).tokens == 80
 
