@@ -170,7 +170,9 @@ class Enforcer:
         free = int(share * self._probe.available())
         pool = self._allocator().pool_bytes()
         total = self._probe.total()
-        return Ceilings(self.policy.static(total), measured + pool + free, self._allocator().working_set())
+        gpu = self._probe.gpu_limit()
+        metal = self._allocator().working_set() if gpu is None else gpu
+        return Ceilings(self.policy.static(total), measured + pool + free, metal)
 
     def _still_waits(self, ledger: int) -> bool:
         """Whether the last step has yet to show in the ledger: the next would be taken without need."""

@@ -20,16 +20,16 @@ class MemoryProbe(Protocol):
         """Dirty memory of this process, compressed and swapped parts included; what the system would kill it for."""
         ...
 
-    def peak(self) -> int:
-        """The largest footprint, or the nearest to it that the system keeps, since the process began."""
-        ...
-
     def total(self) -> int:
         """The memory that this process could ever have: the machine's, or its container's if that is less."""
         ...
 
     def available(self) -> int:
         """What is free or would be given up at once, for this process, now."""
+        ...
+
+    def gpu_limit(self) -> int | None:
+        """What somebody has allowed the GPU; None where the system chooses, or where there is none."""
         ...
 
     def pressure(self) -> Pressure:

@@ -76,10 +76,6 @@ class DarwinProbe:
     def footprint(self) -> int:
         return int(self._rusage().phys_footprint)
 
-    def peak(self) -> int:
-        usage = self._rusage()
-        return int(max(usage.phys_footprint, usage.lifetime_max_phys_footprint))  # 0 from a system that has only V0
-
     def total(self) -> int:
         return self._total
 
@@ -96,9 +92,12 @@ class DarwinProbe:
         level = self._sysctl("kern.memorystatus_vm_pressure_level", ctypes.c_int32())
         return _PRESSURES.get(level, "critical")
 
-    def wired_limit(self) -> int | None:
-        """The GPU's limit where somebody has set one; None where the system chooses."""
-        megabytes = self._sysctl("iogpu.wired_limit_mb", ctypes.c_int32())
+    def gpu_limit(self) -> int | None:
+        """`iogpu.wired_limit_mb`, which is 0 where the system chooses. MLX read it once; it may change at any time."""
+        try:
+            megabytes = self._sysctl("iogpu.wired_limit_mb", ctypes.c_int32())
+        except OSError:
+            return None  # a machine, most likely a virtual one, without such a GPU
         return megabytes * 2**20 or None
 
     def _declare(self) -> None:

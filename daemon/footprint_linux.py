@@ -1,7 +1,8 @@
 """Linux's readings: anonymous and swapped pages, the container's limits, and the stalls that memory has caused.
 
 Anonymous, shared and swapped pages are the nearest to macOS's footprint: files that are only mapped do not count. The
-exact proportional numbers (smaps) cost milliseconds per gigabyte and are not for polling.
+proportional numbers say the same but for shares of such files (2055 MB for 2053), and walk every page for it under the
+lock that page faults take: `smaps_rollup` took 11 ms at 1 GB and 33 at 2 GB, `status` 0.02 ms at any size.
 """
 
 from __future__ import annotations
@@ -29,10 +30,6 @@ class LinuxProbe:
     def footprint(self) -> int:
         return self._status(_OWN)
 
-    def peak(self) -> int:
-        """The largest resident size, which is as near as Linux keeps; never less than now."""
-        return max(self._status(["VmHWM"]), self.footprint())
-
     def total(self) -> int:
         group = cgroup.tightest(self._root)
         machine = int(psutil.virtual_memory().total)
@@ -42,6 +39,9 @@ class LinuxProbe:
         group = cgroup.tightest(self._root)
         machine = int(psutil.virtual_memory().available)
         return machine if group is None else min(machine, group.available)
+
+    def gpu_limit(self) -> int | None:
+        return None
 
     def pressure(self) -> Literal["normal", "warn", "critical"]:
         """Normal where the kernel does not measure it."""

@@ -41,11 +41,6 @@ class LiveSettings:
         return Reloaded(live, [key for key in changed if key not in self._takers])
 
 
-def unchanging(started: Settings) -> LiveSettings:
-    """Settings without a file behind them."""
-    return LiveSettings(started, lambda: started)
-
-
 def described(reloaded: Reloaded) -> str:
     """One line for the log."""
     parts: Mapping[str, list[str]] = {

@@ -21,10 +21,6 @@ _MAPPED_BYTES = 2**20
 class Allocator(Protocol):
     """Bytes throughout."""
 
-    def active_bytes(self) -> int:
-        """Of arrays that somebody holds."""
-        ...
-
     def pool_bytes(self) -> int:
         """Of buffers that nobody holds and that are kept for the next array."""
         ...
@@ -40,9 +36,6 @@ class Allocator(Protocol):
 
 class NoAllocator:
     """Before mlx is there."""
-
-    def active_bytes(self) -> int:
-        return 0
 
     def pool_bytes(self) -> int:
         return 0
@@ -72,9 +65,6 @@ class MlxAllocator:
             mx.set_cache_limit(before)  # the CPU's is smaller by itself
         if wired_limit_bytes is not None:
             mx.set_wired_limit(wired_limit_bytes)
-
-    def active_bytes(self) -> int:
-        return int(self._mx.get_active_memory())
 
     def pool_bytes(self) -> int:
         return int(self._mx.get_cache_memory())

@@ -20,7 +20,7 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *new_value, s
     if (!strcmp(name, "hw.memsize") && *size == 8) { *(uint64_t *)value = 137438953472ULL; return 0; }
     if (!strcmp(name, "hw.pagesize") && *size == 8) { *(uint64_t *)value = 16384; return 0; }
     if (!strcmp(name, "kern.memorystatus_vm_pressure_level") && *size == 4) { *(int32_t *)value = 2; return 0; }
-    if (!strcmp(name, "iogpu.wired_limit_mb") && *size == 4) { *(int32_t *)value = 98304; return 0; }
+    if (!strcmp(name, "iogpu.wired_limit_mb") && *size == 4 && !getenv("FAKE_NO_GPU")) { *(int32_t *)value = 98304; return 0; }
     errno = ENOENT;
     return -1;
 }

@@ -23,6 +23,7 @@ class FakeMachine:
     total_bytes: int = 10_000
     free: int = 10_000
     metal: int | None = None
+    gpu: int | None = None  # what somebody has set
     pressed: Pressure = "normal"
     now: float = 0.0
     shown: Callable[[int], int] = lambda real: real  # what the footprint says when the truth is `real`
@@ -30,20 +31,17 @@ class FakeMachine:
     def footprint(self) -> int:
         return self.shown(self.held + self.pool)
 
-    def peak(self) -> int:
-        return self.footprint()
-
     def total(self) -> int:
         return self.total_bytes
 
     def available(self) -> int:
         return self.free
 
+    def gpu_limit(self) -> int | None:
+        return self.gpu
+
     def pressure(self) -> Pressure:
         return self.pressed
-
-    def active_bytes(self) -> int:
-        return self.held
 
     def pool_bytes(self) -> int:
         return self.pool

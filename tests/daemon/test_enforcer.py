@@ -192,6 +192,20 @@ def test_the_gpus_limit_binds_where_it_is_lowest() -> None:
     assert (bench.guard.limits.binding, bench.guard.limits.soft) == ("metal", 450)
 
 
+def test_a_limit_of_the_gpu_that_somebody_sets_is_in_force_at_the_next_poll() -> None:
+    """Also before MLX is there, and in the place of what MLX read when it began."""
+    machine = FakeMachine(metal=None, gpu=500)
+    bench = Bench(machine)
+    bench.poll(100)
+    assert bench.guard.limits.ceilings.metal == 500
+    machine.metal, machine.gpu = 500, 800
+    bench.poll(100)
+    assert bench.guard.limits.ceilings.metal == 800
+    machine.gpu = None
+    bench.poll(100)
+    assert bench.guard.limits.ceilings.metal == 500
+
+
 @pytest.mark.parametrize(("pressure", "dynamic"), [("normal", 700), ("warn", 500), ("critical", 300)])
 def test_what_is_free_counts_less_under_pressure_from_outside(pressure: str, dynamic: int) -> None:
     bench = Bench(FakeMachine(free=400, pressed=pressure))  # type: ignore[arg-type]

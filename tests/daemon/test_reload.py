@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from omlxd.daemon.reload import LiveSettings, described, unchanging
+from omlxd.daemon.reload import LiveSettings, described
 from omlxd.daemon.settings import DaemonSettings, EngineSettings, LogSettings, Settings
 from omlxd.engine.api import Reloaded
 from omlxd.rpc.client import Client, RpcError
@@ -18,7 +18,7 @@ STARTED = Settings()
 
 
 def test_a_key_goes_to_who_takes_it_up_and_the_others_wait_for_a_restart() -> None:
-    live, taken = unchanging(STARTED), list[Settings]()
+    live, taken = LiveSettings(STARTED, lambda: STARTED), list[Settings]()
     live.taken_up_by(taken.append, "log.level", "daemon.grace_s")
     new = replace(
         STARTED,
@@ -31,7 +31,7 @@ def test_a_key_goes_to_who_takes_it_up_and_the_others_wait_for_a_restart() -> No
 
 
 def test_what_is_in_force_is_not_named_again_and_what_waits_is() -> None:
-    live = unchanging(STARTED)
+    live = LiveSettings(STARTED, lambda: STARTED)
     live.taken_up_by(lambda _: None, "log.level")
     new = replace(STARTED, log=LogSettings(level="debug"), engine=EngineSettings(max_batch=7))
     live.apply(new)

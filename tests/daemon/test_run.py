@@ -13,7 +13,7 @@ import pytest
 
 from omlxd.daemon.listener import Listener, publish
 from omlxd.daemon.lock import InstanceLock
-from omlxd.daemon.reload import unchanging
+from omlxd.daemon.reload import LiveSettings
 from omlxd.daemon.run import OnShutdown, run
 from omlxd.daemon.settings import DaemonSettings, Settings
 from omlxd.engine.api import GenerateRequest, Generation, Reloaded, ShuttingDown, StorageFailed
@@ -114,7 +114,7 @@ async def running(path: str, settings: Settings) -> AsyncIterator[Daemon]:
             daemon = Daemon(service, listener, client)
 
             async def live() -> None:
-                await run(listener, unchanging(settings), build)
+                await run(listener, LiveSettings(settings, lambda: settings), build)
                 daemon.ended.set()
 
             tasks.start_soon(live)
