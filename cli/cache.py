@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from omlxd.cli.cache_tree import inspect
 from omlxd.cli.context import Context
+from omlxd.cli.disk_line import disk_line
 from omlxd.cli.errors import DONE, UsageError
 from omlxd.cli.generation import checked, model_argument, read_stdin
 from omlxd.cli.parser import Parser
@@ -82,6 +83,9 @@ class Cache:
 def _stats(context: Context, given: argparse.Namespace) -> None:
     with context.connect() as client:
         lines = perform(client, "cache.stats", _model(given), context.console, with_progress=False)
+        status = (
+            None if context.console.json else perform(client, "daemon.status", {}, context.console, with_progress=False)
+        )
     console = context.console
     if console.json:
         console.document(lines)
@@ -90,6 +94,9 @@ def _stats(context: Context, given: argparse.Namespace) -> None:
         console.line(table(head, [_row(line) for line in lines]))
     else:
         console.note("no model has a cache yet; the first request to one makes it")
+    on_disk = None if status is None else disk_line(status["cache"])
+    if on_disk is not None:
+        console.line(f"on disk: {on_disk}")
 
 
 def _row(line: Mapping[str, Any]) -> Sequence[str]:

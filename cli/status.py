@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from omlxd import __version__
 from omlxd.cli.catalog import remark
 from omlxd.cli.context import ANSWER_WITHIN_S, PROTOCOL, Context
+from omlxd.cli.disk_line import disk_line
 from omlxd.cli.errors import DONE
 from omlxd.cli.parser import Parser
 from omlxd.cli.tables import size, span, table
@@ -89,6 +90,9 @@ def _facts(status: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("requests", ", ".join(f"{count} {name}" for name, count in status["counts"].items()) or "none yet"),
         ("cache", _cache(status["cache"])),
     ]
+    on_disk = disk_line(status["cache"]) if status["cache"].get("enabled") else None
+    if on_disk is not None:
+        facts.append(("on disk", on_disk))
     footprint = status["memory"].get("footprint_bytes")
     return facts if footprint is None else [*facts, ("memory", f"{size(footprint)} used")]
 
