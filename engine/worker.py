@@ -190,6 +190,7 @@ class Worker:
     def _admit(self) -> None:
         if not self._line:
             return
+        began = self._clock()
         rows = [Row(request.id, self._line.defers(request)) for request in self._placed()]
         decided = admission(rows, self._limits, interactive_waits=self._line.interactive_waits)
         free = decided.free
@@ -218,6 +219,8 @@ class Worker:
                 self._preempt(decided.preempt, "preempted by an interactive request")
             self._begin(request)
             free -= 1
+            if self._rows and self._clock() - began >= self._limits.max_decode_stall_ms / 1e3:
+                break  # long prefixes take their time to be restored: the others' are in the next steps
 
     def _take_fetched(self) -> None:
         for request in reversed(self._fetching.over()):

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import threading
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from omlxd.cache.hot import HotTier
+from omlxd.cache.keys import MediaSpan
+from omlxd.cache.layouts import ModelLayout
+from omlxd.cache.prefix import Hit, PrefixCache
 from omlxd.engine.api import Cancelled, EngineFailed, GenerationResult
 from omlxd.engine.engine import Engine
 from omlxd.engine.model import LoadedModel
+from omlxd.engine.prefill import new_caches
 from omlxd.engine.sampling_settings import SamplingSettings
-from tests.engine.running import Running, assert_is_the_cold_run, cached, engine, job
+from tests.engine.running import Running, assert_is_the_cold_run, cached, engine, job, loaded
 from tests.engine.watched import Watched
 from tests.models import MODELS, VOCABULARY
 
@@ -330,3 +338,31 @@ def test_windows_smaller_than_a_block_lose_nothing_of_a_long_prompt_or_answer(na
     assert reused(results)[1:] == [90, 100, 130, 165]
     for result in results:
         assert_is_the_cold_run(model.model, result)
+
+
+def test_running_answers_go_on_between_restored_prefixes_that_take_long() -> None:
+    now, seen = [0.0], [""]
+
+    class SlowToRestore(PrefixCache):
+        def lookup(self, tokens: Sequence[int], media: Sequence[MediaSpan] = ()) -> Hit:
+            now[0] += 0.1
+            seen.append("restored")
+            return super().lookup(tokens, media)
+
+    watched = Watched()
+    watched.before = lambda tokens: seen.append("computed")
+    layout = ModelLayout(new_caches(watched))
+    cache = SlowToRestore(root=b"slow", layout=layout, tier=HotTier(1 << 30), block_size=16)
+    model = replace(loaded("watched", watched), cache=cache)
+
+    async def main() -> None:
+        async with engine(model, clock=lambda: now[0], max_decode_stall_ms=80) as running:
+            stream = Running(running, job(tokens(5), 100, stream=True))
+            await stream.first_token()
+            seen.clear()
+            await asyncio.gather(*(Running(running, job(tokens(20, n), 2)).result() for n in range(2, 8)))
+            stream.stream.cancel()
+
+    asyncio.run(main())
+    assert seen.count("restored") == 6
+    assert ("restored", "restored") not in set(itertools.pairwise(seen))
