@@ -30,7 +30,7 @@ def cache(state: str = "on", reason: str | None = None, queued: int = 0, **count
     ("given", "line"),
     [
         (cache(written=12), "49 MB of 50.0 GB"),
-        (cache(queued=3_000_000), "49 MB of 50.0 GB; 3.0 MB to be written"),
+        (cache(queued=3_000_000), "49 MB of 50.0 GB; 3 MB to be written"),
         (cache("paused", "No space left on device"), "49 MB of 50.0 GB; paused: No space left on device"),
         (cache("read_only", "it belongs to pid 7"), "49 MB of 50.0 GB; read only: it belongs to pid 7"),
         (cache(dropped=4, bad=1, foreign=2), "49 MB of 50.0 GB; 4 not written, 1 bad, 2 not omlxd's"),
