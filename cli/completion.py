@@ -15,7 +15,7 @@ from omlxd.cli.main import COMMANDS, command_parser
 from omlxd.cli.parser import Parser
 
 _NAMES = "omlxctl models --names --no-start --quiet 2>/dev/null"
-_TAKE_A_MODEL = ("run", "chat", "complete", "load", "unload", "tokenize")
+_TAKE_A_MODEL = ("run", "chat", "complete", "load", "unload", "tokenize", "bench")
 
 
 class Completion:

@@ -39,6 +39,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "cache": ("cache", "Cache", "what is kept of prompts, why one is not, keeping and dropping them"),
     "session": ("session", "Session", "names for conversations whose state is kept"),
     "memory": ("memory", "Memory", "who holds memory, and how much there may be"),
+    "bench": ("bench", "Bench", "measure a model on this machine, through the daemon and with mlx-lm alone"),
     "top": ("top", "Top", "models, requests, memory and cache, live"),
     "ping": ("basic", "Ping", "ask whether a daemon answers"),
     "socket": ("basic", "Socket", "print the path of the daemon's socket"),

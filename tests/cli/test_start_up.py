@@ -17,7 +17,7 @@ HEAVY = {
 COMPLETE = {
     "run": ["m", "hi"], "chat": ["m"], "complete": ["m", "hi"], "pull": ["demo"], "load": ["m"], "unload": ["m"],
     "tokenize": ["m", "hi"], "rpc": ["ping"], "config": ["path"], "completion": ["bash"], "service": ["status"],
-    "cache": ["stats"], "session": ["list"], "pin": ["m"], "unpin": ["m"], "rm": ["m"],
+    "cache": ["stats"], "session": ["list"], "pin": ["m"], "unpin": ["m"], "rm": ["m"], "bench": ["m"],
 }  # fmt: skip
 NEED_A_DAEMON = sorted(set(COMMANDS) - {"socket", "config", "doctor", "completion", "service"})
 
