@@ -23,6 +23,7 @@ from omlxd.rpc.connection import RpcLimits
 from omlxd.rpc.server import Server
 
 CLOSE_S = 5.0  # for ending what is left after the grace, threads included
+DISK_S = 3.0  # of the grace, for the cache's disk, if the requests have left no more
 FLUSH_S = 1.0  # for answers that are written and not yet read
 
 _log = logging.getLogger(__name__)
@@ -40,8 +41,11 @@ class Service(Backend, Protocol):
 
     async def start(self) -> None: ...
 
-    async def close(self) -> None:
-        """Ends every request that is left with ShuttingDown, and every thread; bounded in time."""
+    async def close(self, disk_s: float) -> None:
+        """Ends every request that is left with ShuttingDown, and every thread; bounded in time.
+
+        What waits for the cache's disk is written for at most `disk_s`.
+        """
         ...
 
 
@@ -52,10 +56,12 @@ class _End:
         self.default_grace_s = default_grace_s
         self.wanted = anyio.Event()
         self.grace = anyio.CancelScope()  # cancelled when the grace is over
+        self.closing = anyio.CancelScope()  # of what comes then
 
     def ask(self, grace_s: float | None) -> None:
         grace_s = self.default_grace_s if grace_s is None else grace_s
         self.grace.deadline = min(self.grace.deadline, anyio.current_time() + grace_s)
+        self.closing.deadline = min(self.closing.deadline, self.grace.deadline + DISK_S + CLOSE_S)
         if not self.wanted.is_set():
             _log.info("stopping; live requests have %g s to end", grace_s)
         self.wanted.set()
@@ -111,10 +117,10 @@ async def _wind_up(server: Server, service: Service, end: _End) -> None:
         await server.drain()
     if end.grace.cancelled_caught:
         _log.warning("the grace is over; ending the requests that still run")
-    with anyio.move_on_after(CLOSE_S) as closing:
-        await service.close()
-    if closing.cancelled_caught:
-        _log.error("the service did not close within %g s; leaving it", CLOSE_S)
+    with end.closing:
+        await service.close(max(DISK_S, end.grace.deadline - anyio.current_time()))
+    if end.closing.cancelled_caught:
+        _log.error("the service did not close in time; leaving it")
     with anyio.move_on_after(FLUSH_S):
         await server.drain()
 

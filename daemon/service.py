@@ -70,7 +70,6 @@ from omlxd.engine.removal import remove_pulled
 from omlxd.engine.scheduler import SchedulerLimits
 from omlxd.engine.slot import EngineHandle
 
-FLUSH_S = 3.0  # the most that a stop waits for the cache's disk
 OnShutdown = Callable[[float | None], None]
 T = TypeVar("T")
 
@@ -114,8 +113,8 @@ class Service:
         self._memory.start()
         await asyncio.to_thread(_versions)
 
-    async def close(self) -> None:
-        """Ends what still runs with ShuttingDown, and every thread. Bounded in time."""
+    async def close(self, disk_s: float) -> None:
+        """Ends what still runs with ShuttingDown, and every thread, the cache's last: it has `disk_s` for its files."""
         self._closing = self._is_closed = True
         self._generations.end_all()
         for work in self._waiting:
@@ -123,7 +122,7 @@ class Service:
         await asyncio.gather(self._pulls.close(), self._pool.close())
         await asyncio.to_thread(self._memory.close)
         await self._sessions.close()
-        await self._caches.close(min(FLUSH_S, self._live.started.daemon.grace_s))
+        await self._caches.close(disk_s)
 
     @property
     def is_busy(self) -> bool:

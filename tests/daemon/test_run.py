@@ -14,7 +14,7 @@ import pytest
 from omlxd.daemon.listener import Listener, publish
 from omlxd.daemon.lock import InstanceLock
 from omlxd.daemon.reload import LiveSettings
-from omlxd.daemon.run import OnShutdown, run
+from omlxd.daemon.run import DISK_S, OnShutdown, run
 from omlxd.daemon.settings import DaemonSettings, Settings
 from omlxd.engine.api import GenerateRequest, Generation, Reloaded, ShuttingDown, StorageFailed
 from tests.fakes import FakeBackend, FakeGeneration, refusing, result_of
@@ -33,6 +33,7 @@ class FakeService(FakeBackend):
     loading: bool = False
     looks: int = 0
     reloads: int = 0
+    disk_s: float = 0.0
 
     @property
     def is_busy(self) -> bool:
@@ -46,8 +47,9 @@ class FakeService(FakeBackend):
     async def start(self) -> None:
         self.started = True
 
-    async def close(self) -> None:
+    async def close(self, disk_s: float) -> None:
         self.closed = True
+        self.disk_s = disk_s
         self.generation.fail(ShuttingDown())
 
     def request_shutdown(self, grace_s: float | None) -> None:
@@ -213,6 +215,17 @@ def test_a_shutdown_names_its_own_grace(path: str):
         assert answers[1]["error"]["code"] == -32018  # type: ignore[index]
 
     assert play(path, scene).shutdowns == [0]
+
+
+@pytest.mark.parametrize(("grace_s", "least"), [(60.0, 30.0), (0.0, DISK_S)])
+def test_what_the_requests_leave_of_the_grace_is_the_disks_and_some_seconds_always(
+    path: str, grace_s: float, least: float
+):
+    async def scene(daemon: Daemon) -> None:
+        await daemon.send(1, "daemon.shutdown")
+        await daemon.answer()
+
+    assert least <= play(path, scene, grace_s=grace_s).disk_s <= max(grace_s, DISK_S)
 
 
 async def _answers(daemon: Daemon, number: int) -> AsyncIterator[dict[str, object]]:
