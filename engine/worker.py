@@ -166,8 +166,9 @@ class Worker:
         self._end_overdue()
         self._take_fetched()
         self._admit()
-        view = self._prompts.view(decoding=len(self._rows), waiting=self._line.waiting)
-        self._compute(turn(view, self._turn_limits()))
+        if self._prompts:
+            view = self._prompts.view(decoding=len(self._rows), waiting=self._line.waiting)
+            self._compute(turn(view, self._memory.turn_limits(self._limits, self._prompts.prefills)))
         if self._rows:
             self._concerned = list(self._rows.values())
             tokens = self._batch.step()
@@ -280,11 +281,6 @@ class Worker:
             self._say(request, Progress("held", request.computed, len(request.job.prompt), request.reason))
 
     # -- prompts ------------------------------------------------------------------------------------------------------
-
-    def _turn_limits(self) -> SchedulerLimits:
-        if not self._prompts:
-            return self._limits
-        return self._memory.turn_limits(self._limits, self._prompts.prefills)
 
     def _compute(self, decided: Turn) -> None:
         if decided.solo is not None:
