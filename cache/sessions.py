@@ -89,8 +89,8 @@ class Sessions:
     """The sessions of one directory. Lives on its writer thread."""
 
     def __init__(self, disk: Disk, quota: Quota, clock: Callable[[], float]) -> None:
+        self.quota = quota  # swapped as a whole; what is over it stays
         self._disk = disk
-        self._quota = quota
         self._clock = clock
         self._by_name: dict[tuple[str, str], Session] = {}
 
@@ -155,15 +155,15 @@ class Sessions:
 
     def _check_quota(self, there: Session | None, chain: Chain) -> None:
         others = [session for session in self._by_name.values() if session is not there]
-        if len(others) >= self._quota.max_count:
+        if len(others) >= self.quota.max_count:
             raise TooManySessions(
-                f"there are {len(others)} sessions, sessions.max_count allows {self._quota.max_count}; delete some"
+                f"there are {len(others)} sessions, sessions.max_count allows {self.quota.max_count}; delete some"
             )
         held = sum(session.nbytes for session in others)
-        if held + chain.nbytes > self._quota.max_bytes:
+        if held + chain.nbytes > self.quota.max_bytes:
             raise TooManySessions(
                 f"it holds {chain.nbytes} bytes and the others {held}, sessions.max_bytes allows"
-                f" {self._quota.max_bytes}; delete some"
+                f" {self.quota.max_bytes}; delete some"
             )
 
     def _write(self, volume: Volume, session: Session) -> None:

@@ -86,6 +86,12 @@ class SsdStore:
 
     # -- for the daemon -----------------------------------------------------------------------------------------------
 
+    def set_limits(self, limits: Limits, quota: Quota) -> None:
+        """From any thread, at once. A lower cap is kept by evicting; what sessions hold stays."""
+        self._max_bytes = limits.max_bytes
+        self._sessions.quota = quota
+        self._writer.set_limits(limits)
+
     def view(self, model: Model) -> ModelStore:
         if model.name:
             self._models[model.identity] = model.name

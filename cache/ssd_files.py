@@ -43,8 +43,8 @@ class Files:
         self.dropped: Counter[bytes] = Counter()  # by model
         # Models that had a bad file: what is computed again of theirs takes the place of what the index says is there.
         self.suspects: set[bytes] = set()
+        self.limits = limits  # swapped as a whole
         self._place = place
-        self._limits = limits
         self._disk = disk
         self._clock = clock
 
@@ -105,7 +105,7 @@ class Files:
     def make_room(self, volume: Volume, size: int) -> bool:
         """Removes what was used longest ago until `size` more bytes are within both limits."""
         while self._lacks_room(volume, size):
-            victim = volume.index.oldest() if size <= self._limits.max_bytes else None
+            victim = volume.index.oldest() if size <= self.limits.max_bytes else None
             if victim is None:
                 return False
             self.remove(volume, victim)
@@ -113,9 +113,9 @@ class Files:
         return True
 
     def _lacks_room(self, volume: Volume, size: int) -> bool:
-        if volume.index.used_bytes + size > self._limits.max_bytes:
+        if volume.index.used_bytes + size > self.limits.max_bytes:
             return True
-        return self._disk.free_bytes(self._place.directory) - size < self._limits.min_free_bytes
+        return self._disk.free_bytes(self._place.directory) - size < self.limits.min_free_bytes
 
     def remove(self, volume: Volume, entry: Entry) -> int:
         """Takes one entry and its file away; returns its bytes."""

@@ -272,6 +272,18 @@ class Writer:
             raise Unavailable(self.condition.reason or "the cache on disk is not open")
         return self._there()
 
+    def set_limits(self, limits: Limits) -> None:
+        """From any thread: what is over them goes as soon as there is nothing else to do."""
+        self.files.limits = limits
+
+        def make_room(volume: Volume) -> None:
+            volume.index.begin()
+            self.files.make_room(volume, 0)
+            volume.index.commit()
+            self._good()
+
+        self.run(make_room)
+
     def remove_all(self, volume: Volume, identity: str) -> int:
         """An errand: takes away everything of one model that nothing holds; returns its bytes."""
         freed = self.files.remove_all(volume, identity)

@@ -363,6 +363,10 @@ def build_service(live: LiveSettings, paths: Paths, on_shutdown: OnShutdown) -> 
     live.taken_up_by(lambda new: logs.set_level(new.log.level), "log.level")
     live.taken_up_by(lambda new: logs.set_content(new.log.content), "log.content")
     live.taken_up_by(
+        lambda new: backend.disk.set_limits(_disk_options(new, paths)),
+        *("cache.ssd.max_bytes", "cache.ssd.min_free_bytes", "sessions.max_count", "sessions.max_bytes"),
+    )
+    live.taken_up_by(
         lambda new: pool.set_policy(autoload=new.models.autoload, ttl_s=new.models.ttl_s),
         "models.autoload",
         "models.ttl_s",
@@ -390,9 +394,11 @@ def _images(settings: Settings) -> ImagePolicy:
 
 
 def _disk(settings: Settings, paths: Paths) -> DiskOptions | None:
+    return _disk_options(settings, paths) if settings.cache.ssd.enabled else None
+
+
+def _disk_options(settings: Settings, paths: Paths) -> DiskOptions:
     ssd = settings.cache.ssd
-    if not ssd.enabled:
-        return None
     return DiskOptions(
         directory=Path(ssd.dir or paths.cache_dir),
         memo=Path(paths.cache_place),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,6 +71,20 @@ class DiskCache:
                     quota=Quota(self._options.max_sessions, self._options.max_session_bytes),
                 )
             return self._store
+
+    def set_limits(self, options: DiskOptions) -> None:
+        """Takes up the limits, not the place, from any thread, at once. Without a tier there is nothing to limit."""
+        if self._options is None:
+            return
+        with self._lock:
+            self._options = replace(options, directory=self._options.directory, memo=self._options.memo)
+            store = self._store
+        if store is not None:
+            from omlxd.cache.sessions import Quota
+            from omlxd.cache.ssd_files import Limits
+
+            limits = Limits(options.max_bytes, options.min_free_bytes)
+            store.set_limits(limits, Quota(options.max_sessions, options.max_session_bytes))
 
     def stats(self) -> SsdStats | None:
         """None before the store is opened, and where there is none. Returns at once."""

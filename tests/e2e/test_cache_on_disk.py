@@ -185,3 +185,21 @@ def test_a_kill_between_two_saves_leaves_one_of_them_whole(daemon: Daemon) -> No
     assert daemon.call("sessions.save", model="tiny", name="s", prompt=PROMPT, replace=True)["tokens"] == TOKENS - 1
     assert json.loads(saved.read_bytes())["name"] == "s"
     assert Path(half).exists() is False
+
+
+def test_a_cap_that_is_lowered_while_the_daemon_runs_is_kept(daemon: Daemon) -> None:
+    for number in range(8):
+        complete(daemon, f"{number} " + PROMPT)
+    until(lambda: settled(daemon))
+    before = du(daemon.home)
+    (daemon.home.path / "config.toml").write_text(
+        f"[cache.ssd]\nmax_bytes = {before // 2}\nmin_free_bytes = 0\n[sessions]\nmax_count = 1\n"
+    )
+    keys = ["cache.ssd.max_bytes", "cache.ssd.min_free_bytes", "sessions.max_count"]
+    assert daemon.call("daemon.reload") == {"applied": keys, "needs_restart": []}
+    until(lambda: du(daemon.home) <= before // 2)
+    assert ssd(daemon)["state"] == "on"
+    assert complete(daemon, "7 " + PROMPT)["usage"]["cached_tokens"] == TOKENS + 1
+    daemon.call("sessions.save", model="tiny", name="one", prompt=PROMPT)
+    with pytest.raises(RpcError, match=r"sessions\.max_count allows 1"):
+        daemon.call("sessions.save", model="tiny", name="two", prompt=PROMPT)
