@@ -26,6 +26,8 @@ _LEGIBLE = 40  # characters of a picture's source
 _THREADS = 2  # each may hold the largest picture's pixels a few times over
 _PIXEL_BYTES = 4  # of a decoded RGB picture, in Pillow
 _WORK_BYTES = 16  # of a pixel besides, while it is decoded, turned and hashed; a WebP takes that much, others half
+# What a processor takes at its peak for each pixel that it leaves a picture, and the most that one leaves (Qwen2-VL).
+_PROCESSOR_BYTES, _PROCESSOR_PIXELS = 66, 12_845_056
 
 
 class Named(NamedTuple):
@@ -119,9 +121,10 @@ def _pixels(opened: Sequence[tuple[str, Opened]]) -> int:
 
 
 def decoding_bytes(opened: Sequence[tuple[str, Opened]]) -> int:
-    """What decoded pictures take together, and the work on the largest of them."""
-    largest = max((picture.num_pixels for _, picture in opened), default=0)
-    return _PIXEL_BYTES * _pixels(opened) + _WORK_BYTES * largest
+    """What decoded pictures take together, and the more costly of decoding the largest and of processing all."""
+    sizes = [picture.num_pixels for _, picture in opened]
+    processing = _PROCESSOR_BYTES * sum(min(size, _PROCESSOR_PIXELS) for size in sizes)
+    return _PIXEL_BYTES * sum(sizes) + max(_WORK_BYTES * max(sizes, default=0), processing)
 
 
 class Pictures:
@@ -156,7 +159,7 @@ class Pictures:
             decoding.add_done_callback(lambda _: reservation.release())
 
     def _reserve(self, nbytes: int) -> Reservation:
-        what, advice = "decoding the pictures", "send smaller ones or fewer"
+        what, advice = "reading the pictures", "send smaller ones or fewer"
         refusal = self._guard.refusal(what, nbytes, advice=advice)
         if refusal is not None:
             raise refusal

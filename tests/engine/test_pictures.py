@@ -16,7 +16,7 @@ from omlxd.engine.guard import MemoryGuard
 from omlxd.engine.image_policy import ImagePolicy
 from omlxd.engine.images import Picture, digest_of
 from omlxd.engine.limits import UNLIMITED, Ceilings
-from omlxd.engine.pictures import Pictures, decode_pictures, legible, named_pictures, open_pictures
+from omlxd.engine.pictures import Pictures, decode_pictures, decoding_bytes, legible, named_pictures, open_pictures
 from tests.engine.test_images import base64_of, data_url, file_of, noise
 
 OPEN = ImagePolicy()
@@ -129,12 +129,12 @@ def limited(limit: int) -> MemoryGuard:
 
 
 def test_decoded_pictures_are_in_the_ledger_as_long_as_they_are_used() -> None:
-    guard = limited(1000)
+    guard = limited(2000)
 
     async def look() -> None:
         pictures = Pictures(OPEN, guard)
         async with pictures.shown(ChatPrompt([showing(noise(5, 2), noise(2, 2))])):
-            assert guard.ledger.total() == 4 * (10 + 4) + 16 * 10
+            assert guard.ledger.total() == (4 + 66) * (10 + 4)
         assert guard.ledger.total() == 0
         with pytest.raises(InvalidParams):
             async with pictures.shown(ChatPrompt([showing("data:image/png;base64,AAAA")])):
@@ -145,6 +145,11 @@ def test_decoded_pictures_are_in_the_ledger_as_long_as_they_are_used() -> None:
     asyncio.run(look())
 
 
+def test_a_large_picture_costs_its_decoding_and_not_pixels_that_no_processor_leaves_it() -> None:
+    (large,) = open_pictures([showing(Image.new("1", (8000, 5000)))], OPEN)
+    assert decoding_bytes([large]) == 4 * 40_000_000 + 66 * 12_845_056
+
+
 def test_pictures_that_there_is_no_memory_for_are_refused_undecoded() -> None:
     guard = limited(1000)
     whole = file_of(noise(64, 64))
@@ -152,11 +157,11 @@ def test_pictures_that_there_is_no_memory_for_are_refused_undecoded() -> None:
 
     async def look() -> None:
         pictures = Pictures(OPEN, guard)
-        with pytest.raises(MemoryExceeded, match="decoding the pictures needs 81920 bytes"):
+        with pytest.raises(MemoryExceeded, match="reading the pictures needs 286720 bytes"):
             async with pictures.shown(ChatPrompt([showing(cut_off)])):
                 pass
-        held = guard.ledger.hold("others", "kv", 900)
-        with pytest.raises(MemoryExceeded, match="needs 200 bytes, the static limit leaves 100"):
+        held = guard.ledger.hold("others", "kv", 400)
+        with pytest.raises(MemoryExceeded, match="needs 700 bytes, the static limit leaves 600"):
             async with pictures.shown(ChatPrompt([showing(noise(5, 2))])):
                 pass
         held.release()
