@@ -90,10 +90,9 @@ class WorkMemory:
             return True
         orders = self._guard.limits.orders
         tokens = self._foreseen(request)
-        needed = self._holdings.more(tokens) + self._pictures.waiting(request.job.pictures)
-        turn = self._turns.bytes(MIN_TURN_TOKENS, request.length)
+        needed = self._holdings.more(tokens) + self._at_first(request)
         may = orders.admits or orders.exhausted
-        reservation = self._reserve(request, needed + turn) if may else None
+        reservation = self._reserve(request, needed) if may else None
         if reservation is None:
             self._waits.setdefault(request.id, _Wait(self._clock(), self._clock()))
             return False
@@ -104,8 +103,16 @@ class WorkMemory:
         self._pictures.take(request.id, request.job.pictures)
         return True
 
+    def _at_first(self, request: Request) -> int:
+        """What a request takes beside its caches when it begins: its pictures, and a turn or the sight of one."""
+        pictures = request.job.pictures
+        turn = self._turns.bytes(MIN_TURN_TOKENS, request.length)
+        return max(self._pictures.waiting(pictures) + turn, self._pictures.most(pictures))
+
     def _reserve(self, request: Request, needed: int) -> Reservation | None:
         reservation = self._guard.reserve(self._name, "kv", needed)
+        if reservation is None and self._pictures.make_room():
+            reservation = self._guard.reserve(self._name, "kv", needed)
         if reservation is not None:
             return reservation
         wait = self._waits.get(request.id)
@@ -128,7 +135,7 @@ class WorkMemory:
         del self._waits[request.id]
         return self._guard.gave_up(
             f"the request, after {PATIENCE_S:g} s of waiting,",
-            self._kv.bytes(self._foreseen(request)) + self._turns.bytes(MIN_TURN_TOKENS, request.length),
+            self._kv.bytes(self._foreseen(request)) + self._at_first(request),
             advice="nothing more can be freed now; try again later, unload a model or raise memory.limit_bytes",
         )
 
@@ -218,6 +225,8 @@ class WorkMemory:
         """`limits`, with turns as small as the ladder asks for and as fit up to the hard mark; never larger ones."""
         memory = self._guard.limits
         share = memory.orders.chunk_share
+        if share < 1:
+            self._pictures.make_room()
         done = max((prefill.done for prefill in prompts), default=0)
         room = memory.hard - self._guard.usage
         chunk = self._turns.most_tokens(limits.prefill_chunk, least=MIN_TURN_TOKENS, done=done, room=room)

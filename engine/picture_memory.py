@@ -7,11 +7,11 @@ because a picture that is there already cannot be refused later.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import mlx.core as mx
 
@@ -77,16 +77,30 @@ def tower_of(config: Mapping[str, Any], *, out: int, item_bytes: int, gpu: bool)
     )
 
 
+class Features(Protocol):
+    """What is kept of pictures that have been seen; `vision_prefill.FeatureCache` is it."""
+
+    nbytes: int
+
+    def report_to(self, resized: Callable[[int], object]) -> None: ...
+
+    def shrink(self, nbytes: int) -> None: ...
+
+
 class PictureMemory:
     """The bytes of one engine's pictures. Without a tower there are none."""
 
-    def __init__(self, name: str, ledger: Ledger, tower: Tower | None) -> None:
+    def __init__(self, name: str, ledger: Ledger, tower: Tower | None, features: Features | None = None) -> None:
+        """`features` are what is kept of pictures that have been seen."""
         self._name = name
+        self._features = features
         self._ledger = ledger
         self._tower = tower
         self._held: dict[str, Reservation] = {}
         self._kept: Reservation | None = None if tower is None else ledger.hold(name, "pictures", 0)
         self._ratio = 1.0
+        if features is not None:
+            features.report_to(self._keep)
 
     def waiting(self, pictures: Sequence[PictureInput]) -> int:
         """Of a request's pictures, as long as it has them: what they came as, and what the tower makes of them."""
@@ -108,8 +122,14 @@ class PictureMemory:
         if held is not None:
             held.release()
 
-    def keep(self, nbytes: int) -> None:
-        """So many bytes of embeddings are kept for pictures that may come again."""
+    def make_room(self) -> bool:
+        """Memory is short: lets go of what is kept for pictures that may come again. False if that is nothing."""
+        if self._features is None or not self._features.nbytes:
+            return False
+        self._features.shrink(0)
+        return True
+
+    def _keep(self, nbytes: int) -> None:
         if self._kept is not None:
             self._kept.resize(nbytes)
 

@@ -88,9 +88,10 @@ class Worker:
         self._prefixes = Prefixes(loaded.model, loaded.cache, loaded.prefills)
         self._following = Following(clock, block_size=self._prefixes.block_size)
         name, guard = loaded.facts.name, guard or MemoryGuard()
-        self._pictures = PictureMemory(name, guard.ledger, loaded.sight.tower if loaded.sight is not None else None)
-        if loaded.prefills is not None:
-            loaded.prefills.features.report_to(self._pictures.keep)
+        tower = loaded.sight.tower if loaded.sight is not None else None
+        self._pictures = PictureMemory(
+            name, guard.ledger, tower, loaded.prefills.features if loaded.prefills is not None else None
+        )
         self._memory = WorkMemory(
             name, guard, loaded.costs, clock, merges_rows=self.merges_rows, pictures=self._pictures
         )

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 import pytest
 
-from omlxd.engine.api import Cancelled, EngineFailed, InvalidParams
+from omlxd.engine.api import Cancelled, EngineFailed, InvalidParams, MemoryExceeded
 from omlxd.engine.guard import MemoryGuard
 from omlxd.engine.inbox import Preempt
 from omlxd.engine.prefill import new_caches
+from omlxd.engine.vision_prefill import FeatureCache, PicturePrefills
 from tests.cache.shelves import open_store, shelved
 from tests.engine.running import Running, engine
 from tests.engine.seeing import answers, ask, assert_is_mlx_vlms, cached, chat, loaded, says
+from tests.engine.test_guard import limits
 from tests.vision_models import FAMILIES, picture
+
+if TYPE_CHECKING:
+    from omlxd.engine.vision_model import VisionModel
 
 RED, BLUE, WIDE, TALL = picture("red"), picture("blue"), picture(3, (200, 56)), picture(4, (60, 90))
 
@@ -161,24 +168,84 @@ def test_two_requests_for_one_picture_and_one_for_another_each_get_their_own():
     run(main)
 
 
-def test_a_cancelled_request_leaves_what_it_has_seen_and_nothing_else():
-    model = cached("qwen2_vl")
+class Watching(FeatureCache):
+    """Calls `seen` on the engine thread whenever a picture has been seen."""
+
+    seen: Callable[[], object] = staticmethod(lambda: None)
+
+    def put(self, digest, features):
+        super().put(digest, features)
+        self.seen()
+
+
+def watched(family, features):
+    model = cached(family)
+    return replace(model, prefills=PicturePrefills(cast("VisionModel", model.model), features))
+
+
+def test_a_request_cancelled_between_two_pictures_leaves_the_first_one_and_nothing_else():
+    features = Watching(1 << 20)
+    model = watched("qwen2_vl", features)
     guard = MemoryGuard()
+    held = []
 
     async def main():
         async with engine(model, guard=guard) as running:
-            request = Running(running, chat(model, [says(WIDE, TALL, "?")], 200, stream=True))
-            await request.first_token()
-            assert guard.ledger.held(["pictures"]) > request.job.pictures[0].nbytes
-            running.abort(request.job.id, None)
-            with pytest.raises(Cancelled):
-                await request.result()
-            assert_is_mlx_vlms("qwen2_vl", [says(TALL, "!")], await ask(running, model, [says(TALL, "!")]))
-            assert model.prefills is not None
-            assert guard.ledger.held(["pictures"]) == model.prefills.features.nbytes
+            asked = chat(model, [says(WIDE, TALL, "?")])
+
+            def cancel():
+                held.append(guard.ledger.held(["pictures"]))
+                running.abort(asked.id, None)
+
+            features.seen = cancel
+            with pytest.raises(Cancelled) as caught:
+                await Running(running, asked).result()
+            assert caught.value.partial is not None
+            assert held[0] > sum(picture.nbytes for picture in asked.pictures)
+            assert guard.ledger.held(["pictures"]) == features.nbytes > 0
+            features.seen = lambda: None
+            turns = [says(WIDE, TALL, "!")]
+            assert_is_mlx_vlms("qwen2_vl", turns, await ask(running, model, turns))
+            assert len(held) == 1
+        assert features.misses == 2
         assert guard.ledger.total() == 0
 
     run(main)
+
+
+class Counting:
+    """A vision model that counts the steps in which rows decode."""
+
+    def __init__(self, model):
+        self._model = model
+        self.steps = 0
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def __call__(self, tokens, cache, **more):
+        self.steps += tokens.shape[1] == 1
+        return self._model(tokens, cache, **more)
+
+
+def test_others_decode_between_two_pictures():
+    """A turn sees one picture, and after each turn every row has its next token."""
+    features = Watching(0)
+    model = watched("qwen2_vl", features)
+    counting = Counting(model.model)
+    steps = []
+    features.seen = lambda: steps.append(counting.steps)
+    prefills = PicturePrefills(cast("VisionModel", counting), features)
+
+    async def main():
+        async with engine(replace(model, model=cast("VisionModel", counting), prefills=prefills)) as running:
+            row = Running(running, chat(model, [says("Go on")], 400))
+            pictures = [WIDE, TALL, picture(5), picture(6)]
+            await asyncio.gather(row.result(), ask(running, model, [says(*pictures, "?")]))
+
+    run(main)
+    assert len(steps) == 4
+    assert sorted(set(steps)) == steps
 
 
 def test_sc_23_a_picture_that_the_tower_cannot_take_fails_its_own_request_only():
@@ -236,3 +303,48 @@ def test_a_conversation_that_ends_with_a_picture_is_refused():
     plain = loaded("llava")
     plain.tokenizer.chat_template = "{% for part in messages[0]['content'] %}<image>{% endfor %}"
     assert "put a text after it" in refused(plain, RED)
+
+
+# Memory
+
+
+def test_pictures_that_can_never_fit_are_refused_with_the_numbers_before_one_is_seen():
+    model = loaded("qwen2_vl")
+    asked = chat(model, [says(WIDE, TALL, "?")])
+    assert model.sight is not None
+    assert model.prefills is not None
+    tower = model.sight.tower
+    least = sum(p.nbytes + tower.embeddings(p) for p in asked.pictures) + max(map(tower.seeing, asked.pictures))
+    guard = MemoryGuard(limits=limits(least - 1))
+
+    async def main():
+        async with engine(model, guard=guard) as running:
+            with pytest.raises(MemoryExceeded) as caught:
+                await Running(running, asked).result()
+            assert caught.value.fields["needed_bytes"] == least
+            guard.limits = limits(least)
+            await Running(running, chat(model, [says(WIDE, TALL, "?")])).result()
+
+    run(main)
+    assert guard.ledger.total() == 0
+
+
+def test_what_is_kept_of_pictures_makes_way_for_a_request_that_needs_its_room():
+    model = loaded("qwen2_vl")
+    assert model.prefills is not None
+    features = model.prefills.features
+    guard = MemoryGuard()
+
+    async def main():
+        async with engine(model, guard=guard) as running:
+            await ask(running, model, [says(WIDE, "?")])
+            kept = features.nbytes
+            assert kept > 0
+            guard.limits = limits(1)
+            with pytest.raises(MemoryExceeded) as caught:
+                await ask(running, model, [says(TALL, "?")])
+            guard.limits = limits(kept + int(str(caught.value.fields["needed_bytes"])) - 1)
+            await ask(running, model, [says(TALL, "?")])
+            assert features.nbytes < kept
+
+    run(main)

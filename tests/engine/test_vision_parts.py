@@ -187,16 +187,18 @@ def test_a_towers_widths_are_read_from_the_config(family):
 
 def test_a_requests_pictures_are_held_from_its_admission_to_its_end():
     ledger = Ledger()
-    memory = PictureMemory("m", ledger, TOWER)
+    features = FeatureCache(100)
+    memory = PictureMemory("m", ledger, TOWER, features)
     one = seen().nbytes + TOWER.embeddings(seen())
     assert memory.waiting([seen(), seen()]) == 2 * one
     assert memory.most([seen(), seen()]) == 2 * one + TOWER.seeing(seen())
     memory.take("r", [seen(), seen()])
     with memory.seeing(seen()):
         assert ledger.held(["chunk"]) == TOWER.seeing(seen())
-    memory.keep(7)
-    assert (ledger.held(["pictures"]), memory.nbytes, ledger.held(["chunk"])) == (2 * one + 7, 2 * one + 7, 0)
+    features.put(b"", mx.zeros(2))
+    assert (ledger.held(["pictures"]), memory.nbytes, ledger.held(["chunk"])) == (2 * one + 8, 2 * one + 8, 0)
     memory.leave("r")
+    assert (memory.make_room(), memory.make_room(), memory.nbytes) == (True, False, 0)
     memory.close()
     assert ledger.total() == 0
 
