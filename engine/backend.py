@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from omlxd.engine.api import LoadOptions, ProgressSink
 from omlxd.engine.catalog import CatalogEntry
 from omlxd.engine.disk_cache import DiskCache, DiskOptions
 from omlxd.engine.guard import MemoryGuard
+from omlxd.engine.hooks import Hook
 from omlxd.engine.image_policy import ImagePolicy
 from omlxd.engine.model import LoadedModel
 from omlxd.engine.pictures import Pictures
@@ -70,6 +71,10 @@ class MlxBackend:
         self._threads = ThreadPoolExecutor(MAX_MODELS, thread_name_prefix="engine")
         self.disk = DiskCache(cache.disk if cache.enabled else None)
         self.registry: CacheRegistry | None = None  # from the first load on: it imports mlx
+
+    def hooks(self, entry: CatalogEntry, options: LoadOptions) -> Sequence[Hook]:
+        """None: models run as mlx-lm and mlx-vlm have them."""
+        return ()
 
     def load(self, entry: CatalogEntry, options: LoadOptions, progress: ProgressSink) -> LoadedModel:
         # Imported here, not above: it takes seconds, and a daemon without a model must start in a blink.

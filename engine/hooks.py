@@ -1,85 +1,111 @@
 """Who may change a library's class: one backend at a time, claimed before anything is changed.
 
 Some backends (speculative ones above all) can only work by putting a hook on a class of mlx-lm's or mlx-vlm's, which
-every model of that architecture in this process would then meet. A claim is made before the hook is installed, so that
-two backends never change one class behind each other's back. Called on the loader thread and on engine threads; one
-lock guards a dictionary.
+every model of that architecture in this process would then meet. So a model's hooks are claimed as its load begins,
+all or none, and installed only then; the last model that has one takes it away when it goes. Called on the loader
+thread and on the event loop: one lock is held over the changes themselves, which are assignments.
 """
 
 from __future__ import annotations
 
 import threading
-from types import TracebackType
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from omlxd.engine.api import InvariantError, Unsupported
+from omlxd.engine.api import Unsupported
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """What `backend` changes about a library's class: how it is put there, and how it is taken away."""
+
+    cls: type
+    backend: str
+    install: Callable[[], None]
+    remove: Callable[[], None]
 
 
 class HookConflict(Unsupported):
     """Another backend has its hook on the class; nothing has been changed."""
 
-    def __init__(self, cls: type, holder: str, wanted_by: str) -> None:
+    def __init__(self, hook: Hook, holder: str) -> None:
+        name = f"{hook.cls.__module__}.{hook.cls.__qualname__}"
         super().__init__(
-            f"{wanted_by} on {_name(cls)}", f"{holder} has its hook on that class; unload the models that use it first"
+            f"{hook.backend} on {name}", f"{holder} has its hook on that class; unload the models that use it first"
         )
         self.holder = holder
 
 
 class Claim:
-    """One model's right to a class, until `release`. Also a context manager."""
+    """One model's hooks, until `release`."""
 
-    def __init__(self, registry: HookRegistry, cls: type, backend: str, *, is_first: bool) -> None:
-        """`is_first`: the hook is to be installed now; no other model of this backend has it there."""
-        self.is_first = is_first
+    def __init__(self, registry: HookRegistry, hooks: Sequence[Hook]) -> None:
         self._registry = registry
-        self._cls = cls
-        self._backend = backend
-        self._is_held = True
+        self._hooks = hooks
 
-    def release(self) -> bool:
-        """Gives the claim back; whether it was the last one, so that the hook has to go. Idempotent."""
-        was_held, self._is_held = self._is_held, False
-        return was_held and self._registry.give_back(self._cls, self._backend)
+    def release(self) -> None:
+        """Gives the classes back; hooks that no other model has are removed. Idempotent."""
+        hooks, self._hooks = self._hooks, ()
+        self._registry.give_back(hooks)
 
-    def __enter__(self) -> Claim:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.release()
+@dataclass(slots=True)
+class _Installed:
+    hook: Hook
+    models: int
 
 
 class HookRegistry:
-    """Which backend has which class, and for how many models."""
+    """Which backend has its hook on which class, and for how many models."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: dict[type, tuple[str, int]] = {}
+        self._installed: dict[type, _Installed] = {}
 
-    def claim(self, cls: type, backend: str) -> Claim:
-        """The class for `backend`: again for the backend that has it, HookConflict for any other."""
+    def claim(self, hooks: Sequence[Hook]) -> Claim:
+        """Claims the classes of one model's hooks, then installs those that are not there yet.
+
+        Raises HookConflict, before anything is changed, where another backend has one of them; and what a hook raises
+        as it is installed, after those before it have been taken back.
+        """
         with self._lock:
-            holder, count = self._held.get(cls, (backend, 0))
-            if holder != backend:
-                raise HookConflict(cls, holder, backend)
-            self._held[cls] = (backend, count + 1)
-        return Claim(self, cls, backend, is_first=count == 0)
+            for hook in hooks:
+                there = self._installed.get(hook.cls)
+                if there is not None and there.hook.backend != hook.backend:
+                    raise HookConflict(hook, there.hook.backend)
+            done: list[Hook] = []
+            try:
+                for hook in hooks:
+                    self._add(hook)
+                    done.append(hook)
+            except BaseException:
+                self._drop(done)
+                raise
+        return Claim(self, hooks)
 
     def holder(self, cls: type) -> str | None:
+        """The backend that has its hook on the class."""
         with self._lock:
-            held = self._held.get(cls)
-        return None if held is None else held[0]
+            there = self._installed.get(cls)
+        return None if there is None else there.hook.backend
 
-    def give_back(self, cls: type, backend: str) -> bool:
-        """For Claim. Raises InvariantError for a class that the backend does not hold."""
+    def give_back(self, hooks: Sequence[Hook]) -> None:
+        """For Claim."""
         with self._lock:
-            holder, count = self._held.get(cls, ("nobody", 0))
-            if holder != backend:
-                raise InvariantError(f"{backend} gives back {_name(cls)}, which {holder} holds")
-            if count == 1:
-                del self._held[cls]
-            else:
-                self._held[cls] = (backend, count - 1)
-            return count == 1
+            self._drop(hooks)
 
+    def _add(self, hook: Hook) -> None:
+        there = self._installed.get(hook.cls)
+        if there is None:
+            hook.install()
+            self._installed[hook.cls] = _Installed(hook, 1)
+        else:
+            there.models += 1
 
-def _name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+    def _drop(self, hooks: Sequence[Hook]) -> None:
+        for hook in reversed(hooks):
+            there = self._installed[hook.cls]
+            there.models -= 1
+            if not there.models:
+                del self._installed[hook.cls]
+                there.hook.remove()

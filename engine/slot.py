@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from omlxd.engine.api import GenerateRequest, InvariantError, ModelEntry, ModelMetrics, ModelState, Prompt, RequestInfo
 from omlxd.engine.catalog import CatalogEntry
+from omlxd.engine.hooks import Claim
 from omlxd.engine.inbox import Close, Closed, Preempt, Refuse
 from omlxd.engine.job import Job
 from omlxd.engine.ledger import Reservation
@@ -89,6 +90,7 @@ class Slot:
         self.engine: EngineHandle | None = None
         self.loading: Loading | None = None
         self.memory: Reservation | None = None  # its weights, from before they are loaded
+        self.claim: Claim | None = None  # its hooks on library classes
         self.files: Sequence[tuple[str, int, int]] = ()  # as they were when it was loaded
         self.on_disk: Literal["same", "changed", "gone"] = "same"
         self.leases = 0
@@ -114,10 +116,17 @@ class Slot:
         """Nobody uses the model, and nobody who waited for it is just about to."""
         return self.state == "READY" and not (self.loading is not None and self.loading.is_awaited)
 
-    def give_memory_back(self) -> None:
-        if self.memory is not None:
-            self.memory.release()
-            self.memory = None
+    def give_memory_back(self) -> int:
+        """Releases what is reserved for the weights; returns its bytes."""
+        memory, self.memory = self.memory, None
+        if memory is None:
+            return 0
+        memory.release()
+        return memory.nbytes
+
+    def release_hooks(self) -> None:
+        if self.claim is not None:
+            self.claim.release()
 
     def running(self) -> EngineHandle:
         """The engine of a usable slot."""

@@ -24,6 +24,9 @@ from omlxd.engine.api import (
     Unsupported,
 )
 from omlxd.engine.catalog import CatalogEntry
+from omlxd.engine.deadlines import Deadlines
+from omlxd.engine.guard import MemoryGuard
+from omlxd.engine.hooks import Hook
 from omlxd.engine.inbox import Close, Closed
 from omlxd.engine.job import Job
 from omlxd.engine.metrics import Meter
@@ -101,6 +104,9 @@ class FakeBackend:
         self.gate = threading.Event()
         self.gate.set()
         self.before: Callable[[str], None] = lambda name: None
+
+    def hooks(self, entry: CatalogEntry, options: LoadOptions) -> Sequence[Hook]:
+        return ()
 
     def load(self, entry: CatalogEntry, options: LoadOptions, progress: Any) -> LoadedModel:
         self.loads.append(entry.name)
@@ -427,6 +433,59 @@ def test_closing_ends_engines_loads_and_those_who_wait() -> None:
             with pytest.raises(ShuttingDown):
                 await use(running, "a")
         assert backend.engines[0].closes == ["shutdown"]
+
+    asyncio.run(main())
+
+
+class Stuck:
+    """A gate that nothing but `let` opens: its load reports nothing, as on a drive that does not answer."""
+
+    def __init__(self, backend: FakeBackend, name: str) -> None:
+        self._open = threading.Event()
+        self.reached = threading.Event()
+        backend.before = lambda loading: self._wait() if loading == name else None
+
+    def _wait(self) -> None:
+        self.reached.set()
+        self._open.wait(30)
+
+    def let(self) -> None:
+        self._open.set()
+
+
+def test_a_load_that_says_nothing_any_more_is_given_up_and_others_load_meanwhile() -> None:
+    async def main() -> None:
+        backend, guard = FakeBackend(), MemoryGuard()
+        stuck = Stuck(backend, "a")
+        async with pool(backend, guard=guard, deadlines=Deadlines(stalled_s=0.2)) as running:
+            with pytest.raises(ModelLoadFailed, match=r"nothing was heard from the load for 0\.2 s"):
+                await running.load("a", LoadOptions(), quiet)
+            assert states(running) == {"a": "FAILED"}
+            assert await use(running, "b") == "b"
+            running.forget_returned()
+            assert guard.ledger.held(["unreturned"]) > 0  # what it has read is still there
+            stuck.let()
+            while guard.ledger.held(["unreturned"]):
+                await asyncio.sleep(0.01)
+                running.forget_returned()
+            assert await use(running, "a") == "a"
+
+    asyncio.run(main())
+
+
+def test_a_model_that_somebody_waits_for_does_not_expire() -> None:
+    """PL-07: who has waited for the load is about to use it when the idle time is over."""
+
+    async def main() -> None:
+        backend = FakeBackend()
+        async with pool(backend, ttl_s=0.05) as running:
+            async with running.lease("a", autoload=True, progress=quiet):
+                await asyncio.sleep(0.1)  # longer than the idle time, in use
+                assert states(running) == {"a": "BUSY"}
+            assert states(running) == {"a": "READY"}
+            while states(running):
+                await asyncio.sleep(0.01)
+        assert backend.loads == ["a"]
 
     asyncio.run(main())
 

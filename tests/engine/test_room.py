@@ -15,8 +15,17 @@ from typing import Any
 
 import pytest
 
-from omlxd.engine.api import Cancelled, LoadOptions, MemoryExceeded, ModelLoadFailed, Progress, Unsupported
+from omlxd.engine.api import (
+    Cancelled,
+    EngineFailed,
+    LoadOptions,
+    MemoryExceeded,
+    ModelLoadFailed,
+    Progress,
+    Unsupported,
+)
 from omlxd.engine.catalog import CatalogEntry
+from omlxd.engine.deadlines import Deadlines
 from omlxd.engine.guard import MemoryGuard
 from omlxd.engine.inbox import Closed
 from omlxd.engine.load_bytes import fingerprint, load_bytes
@@ -304,6 +313,27 @@ def test_a_model_that_is_still_held_is_named_in_the_ledger_until_it_goes() -> No
             gc.collect()
             s.pool.forget_returned()
             assert s.held == {}
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_does_not_end_is_given_up_and_the_model_may_be_loaded_anew() -> None:
+    async def main() -> None:
+        async with room_for(3, deadlines=Deadlines(let_go_s=0.1)) as s:
+            running = s.pool
+            await use(running, "a")
+            hanging = s.backend.engines[0]
+            hanging.close = lambda command: None  # type: ignore[method-assign]
+            with pytest.raises(EngineFailed, match=r"did not end within 0\.1 s"):
+                await running.unload("a", now=True)
+            while states(running) != {"a": "FAILED"}:
+                await asyncio.sleep(0.01)
+            assert s.held == {"a, held by its engine, which does not end": WEIGHTS}
+            assert await use(running, "a") == "a"
+            hanging.end(None)
+            await asyncio.sleep(0)
+            assert s.held == {"a": WEIGHTS}
+            assert states(running) == {"a": "READY"}
 
     asyncio.run(main())
 
