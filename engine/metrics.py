@@ -49,6 +49,8 @@ _COUNTERS = (
     "prompt_tokens",
     "cached_tokens",
     "prefill_tokens",
+    "pictures",
+    "pictures_seen",
     "generated_tokens",
     "requests_preempted",
     "requests_held",
@@ -58,6 +60,7 @@ _HISTOGRAMS: Mapping[str, Sequence[float]] = {
     "ttft_s": _WAITS_S,
     "itl_s": _GAPS_S,
     "queue_s": _WAITS_S,
+    "picture_s": _WAITS_S,
     "prefill_tokens_per_s": _RATES,
     "decode_tokens_per_s": _RATES,
     "hit_tokens": _TOKENS,
@@ -81,8 +84,14 @@ class Meter:
         self._histograms["queue_s"].add(self._clock() - job.arrived)
         self._counters["prompt_tokens"] += len(job.prompt)
         self._counters["cached_tokens"] += request.cached
+        self._counters["pictures"] += len(job.pictures)
         if job.use_cache:
             self._histograms["hit_tokens"].add(request.cached)
+
+    def saw(self, elapsed_s: float) -> None:
+        """The vision tower saw a picture, of which nothing was kept."""
+        self._counters["pictures_seen"] += 1
+        self._histograms["picture_s"].add(elapsed_s)
 
     def prefilled(self, num_tokens: int, elapsed_s: float) -> None:
         """A turn computed `num_tokens` of prompts, padding not counted."""

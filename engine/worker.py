@@ -306,8 +306,10 @@ class Worker:
 
     def _see(self, request: Request, unseen: Unseen) -> None:
         """Has the vision tower see one picture: a turn of its own, for it cannot be cut."""
+        began = self._clock()
         with self._pictures.seeing(unseen.picture):
             unseen.see()
+        self._meter.saw(self._clock() - began)
         self._prompts.saw(request)
 
     def _is_warm(self, request: Request, prefill: Prefill) -> bool:

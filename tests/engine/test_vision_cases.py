@@ -98,6 +98,9 @@ def test_a_picture_that_was_seen_lately_is_not_seen_again():
             assert (features.misses, features.hits) == (1, 0)
             result = await ask(running, model, [says("Other words, and ", RED, " and again ", WIDE)])
         assert (features.misses, features.hits) == (2, 1)
+        counters = running.metrics.counters
+        assert (counters["pictures"], counters["pictures_seen"]) == (3, 2)
+        assert running.metrics.histograms["picture_s"].count == 2
         assert_is_mlx_vlms("qwen2_vl", [says("Other words, and ", RED, " and again ", WIDE)], result)
 
     run(main)
