@@ -36,10 +36,14 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a leaf must hold to go on at some position: the first `sink` tokens, and all from `first` on."""
+    """What a leaf must hold to go on at some position: the first `sink` tokens, and all from `first` on.
+
+    `spare` rows behind them hold nothing yet: the leaf writes its next tokens there instead of copying itself first.
+    """
 
     sink: int
     first: int
+    spare: int = 0
 
 
 class Sliceable(Protocol):
@@ -75,6 +79,13 @@ class Full:
     def fill(self, leaf: Leaf, arrays: Sequence[mx.array], position: int) -> None:
         leaf.keys, leaf.values = arrays
         leaf.offset = position
+
+
+class Growing(Full):
+    """Full attention that is kept in arrays longer than what they hold."""
+
+    def needs(self, leaf: Leaf, position: int) -> Needs:
+        return Needs(0, 0, spare=leaf.step - position % leaf.step)
 
 
 class Quantized(Full):
@@ -178,7 +189,7 @@ class Recurrent:
 
 
 LAYOUTS: Mapping[str, Sliceable | Recurrent] = {
-    "mlx_lm.models.cache.KVCache": Full(),
+    "mlx_lm.models.cache.KVCache": Growing(),
     "mlx_lm.models.cache.ConcatenateKVCache": Full(),
     "mlx_lm.models.cache.QuantizedKVCache": Quantized(),
     "mlx_lm.models.cache.ChunkedKVCache": Chunked(),

@@ -78,14 +78,23 @@ def conflict(gap: range, needs: Needs, position: int) -> bool:
 
 
 def join(blocks: Sequence[tuple[int, Piece]], needs: Needs, position: int) -> tuple[mx.array, ...]:
-    """The rows of the needed tokens below `position`, in order. `blocks` are (start, piece) of a chain from token 0."""
+    """The rows of the needed tokens below `position`, in order, and spare ones.
+
+    `blocks` are (start, piece) of a chain from token 0.
+    """
     parts: list[tuple[mx.array, ...]] = []
     for first, stop in ((0, min(needs.sink, needs.first)), (needs.first, position)):
         for start, piece in blocks:
             low, high = max(first, start), min(stop, start + piece.num_tokens)
             if low < high:
                 parts.append(select(piece, low - start, high - start))
+    if needs.spare:
+        parts.append(tuple(_empty(array, needs.spare) for array in parts[0]))
     return tuple(_joined(list(arrays)) for arrays in zip(*parts, strict=True))
+
+
+def _empty(like: mx.array, rows: int) -> mx.array:
+    return mx.zeros((*like.shape[:-2], rows, like.shape[-1]), like.dtype)
 
 
 def _overlap(one: range, other: range) -> bool:

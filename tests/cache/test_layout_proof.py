@@ -242,3 +242,15 @@ def test_a_block_is_usable_from_where_its_windows_are_whole(name):
     assert cache.match_length([*sequence[:47], 400]) == 47
     run = generate(name, cache, [*sequence[:47], *prompt(4, seed=13)], n=4)
     assert_cold(name, [*sequence[:47], *prompt(4, seed=13)], run)
+
+
+@pytest.mark.parametrize("length", [70, 256, 257])
+def test_a_restored_cache_has_room_for_the_next_token_and_is_not_copied_for_it(length):
+    cache, asked = new_cache("llama"), prompt(length)
+    generate("llama", cache, asked, n=1)
+    longer = [*asked, 5, 6]
+    hit = cache.lookup(longer)
+    room = hit.caches[0].keys.shape[-2]
+    assert hit.num_tokens < room <= hit.num_tokens + 256
+    prefill(model("llama"), cache, longer[: hit.num_tokens + 1], hit, chunk=1)
+    assert {leaf.keys.shape[-2] for leaf in hit.caches} == {room}
