@@ -21,6 +21,7 @@ from omlxd.engine.guard import MemoryGuard
 from omlxd.engine.hooks import Hook
 from omlxd.engine.image_policy import ImagePolicy
 from omlxd.engine.model import LoadedModel
+from omlxd.engine.open_files import allow_mlx_lm
 from omlxd.engine.pictures import Pictures
 from omlxd.engine.scheduler import SchedulerLimits
 
@@ -77,6 +78,7 @@ class MlxBackend:
         return ()
 
     def load(self, entry: CatalogEntry, options: LoadOptions, progress: ProgressSink) -> LoadedModel:
+        allow_mlx_lm(entry.name)
         # Imported here, not above: it takes seconds, and a daemon without a model must start in a blink.
         from omlxd.engine import engine, loader  # noqa: F401
         from omlxd.engine.kv_cost import costs_of
