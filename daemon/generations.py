@@ -181,7 +181,7 @@ class _Live:
             self._engine = engine
             result = await self.stream.result()
             if session is not None:
-                self._sessions.keep(engine, session, result, [picture.span for picture in job.pictures])
+                self._sessions.keep(engine, session, result)
             content.info("%s was answered: %s%s", self.id, result.reasoning or "", result.text)
 
     def _report(self, progress: Progress) -> None:

@@ -29,7 +29,7 @@ from omlxd.daemon.memory import Memory
 from omlxd.daemon.paths import Paths
 from omlxd.daemon.pulls import Pulls
 from omlxd.daemon.reload import LiveSettings
-from omlxd.daemon.sessions import SAMPLE_TOKENS, Sessions
+from omlxd.daemon.sessions import Sessions
 from omlxd.daemon.settings import ConfigError, Settings
 from omlxd.engine.api import (
     CacheExplanation,
@@ -263,9 +263,9 @@ class Service:
     ) -> SessionEntry:
         self._sessions.check_name(name)
         generation = self.generate(GenerateRequest(model=model, prompt=prompt, progress=True, warm=True))
-        tokens = await self._sessions.warmed(generation, progress)
+        warmed = await self._sessions.warmed(generation, progress)
         return await self._with_engine(
-            model, lambda engine: self._sessions.save(engine, name, tokens, may_replace=replace)
+            model, lambda engine: self._sessions.save_prompt(engine, name, warmed, may_replace=replace)
         )
 
     async def list_sessions(self, model: str | None) -> Sequence[SessionEntry]:
@@ -279,7 +279,7 @@ class Service:
 
     async def import_session(self, model: str, name: str, path: str) -> SessionEntry:
         async with self._sessions.imported(name, path) as content:
-            first = TokenPrompt(content.tokens[:SAMPLE_TOKENS])
+            first = TokenPrompt(content.sample)
             generation = self.generate(GenerateRequest(model=model, prompt=first, warm=True, cache=True))
             await self._sessions.warmed(generation, _quiet)
             return await self._with_engine(model, lambda engine: self._sessions.take_in(engine, name, content))

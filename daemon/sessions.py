@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from omlxd.cache.tree_view import Node
     from omlxd.engine.session_file import Content
 
-SAMPLE_TOKENS = 17  # of an imported session, computed here to compare with what the file has
 MAX_NAME = 128
 PREVIEW_TOKENS = 16
 SUFFIX = ".safetensors"
@@ -77,15 +76,21 @@ class Sessions:
         if name in (".", "..") or not name.isprintable() or set(name) & {"/", "\\"}:
             raise InvalidParams("name", "is not a name: it may have no /, no \\ and no control characters")
 
-    async def warmed(self, generation: Generation, progress: ProgressSink) -> Sequence[int]:
-        """The tokens of a prompt that has been computed and stored. Raises what the generation does."""
+    async def warmed(self, generation: Generation, progress: ProgressSink) -> GenerationResult:
+        """What came of a prompt that has been computed and stored. Raises what the generation does."""
         try:
             async for event in generation:
                 if isinstance(event, Progress):
                     progress(event)
-            return list((await generation.result()).prompt_token_ids)
+            return await generation.result()
         finally:
             generation.cancel()  # of no effect once it has ended
+
+    async def save_prompt(
+        self, engine: EngineHandle, name: str, warmed: GenerationResult, *, may_replace: bool
+    ) -> SessionEntry:
+        """Names a prompt that has been stored. Raises SessionExists, StorageFailed."""
+        return await self.save(engine, name, warmed.prompt_token_ids, _pictures_of(warmed), may_replace=may_replace)
 
     async def save(
         self,
@@ -126,7 +131,7 @@ class Sessions:
         with self._memory("exporting the session", 2 * session.nbytes):  # its blocks, and the caches made of them
             hit = await _brought(engine, tokens, session.media)
             try:
-                written = await self._run(lambda: _write(target, hit, tokens), engine.facts.name, name)
+                written = await self._run(lambda: _write(target, hit, session), engine.facts.name, name)
             finally:
                 hit.release()
         entry = _entry(session)
@@ -161,7 +166,7 @@ class Sessions:
             raise SessionExists(model, name)
         apart = secrets.token_bytes(16)
         await engine.ask_cache(partial(_publish, content, apart))
-        return await self.save(engine, name, content.tokens, may_replace=False, apart=apart)
+        return await self.save(engine, name, content.tokens, content.pictures, may_replace=False, apart=apart)
 
     # -- a request's session ------------------------------------------------------------------------------------------
 
@@ -172,11 +177,9 @@ class Sessions:
         view, model = self._view(engine), engine.facts.name
         return await self._run(lambda: view.store.use_session(model, name), model, name)
 
-    def keep(
-        self, engine: EngineHandle, session: Session, result: GenerationResult, pictures: Sequence[MediaSpan]
-    ) -> None:
+    def keep(self, engine: EngineHandle, session: Session, result: GenerationResult) -> None:
         """Moves a request's session on to the end of its answer, soon: whoever asks for sessions waits for it."""
-        tokens = [*result.prompt_token_ids, *result.token_ids]
+        tokens, pictures = [*result.prompt_token_ids, *result.token_ids], _pictures_of(result)
 
         async def update() -> None:
             try:
@@ -307,13 +310,13 @@ def _restored(tokens: Sequence[int], media: Sequence[MediaSpan], cache: PrefixCa
     return restored(tokens, media, cache)
 
 
-def _write(path: Path, hit: Hit, tokens: Sequence[int]) -> int:
+def _write(path: Path, hit: Hit, session: Session) -> int:
     from omlxd.cache.ssd_reader import Unreadable
     from omlxd.engine import session_file
 
-    if hit.num_tokens < len(tokens):
-        raise Unreadable(f"only {hit.num_tokens} of its {len(tokens)} tokens could be brought into memory")
-    return session_file.write(path, hit.caches, tokens)
+    if hit.num_tokens < session.num_tokens:
+        raise Unreadable(f"only {hit.num_tokens} of its {session.num_tokens} tokens could be brought into memory")
+    return session_file.write(path, hit.caches, _tokens_of(session), session.pictures)
 
 
 def _publish(content: Content, kept_apart: bytes, cache: PrefixCache) -> None:
@@ -321,14 +324,20 @@ def _publish(content: Content, kept_apart: bytes, cache: PrefixCache) -> None:
     from omlxd.cache.keys import apart
     from omlxd.engine.session_file import BadSession, caches_of
 
-    hit = cache.lookup(content.tokens[:SAMPLE_TOKENS])
+    hit = cache.lookup(content.sample)
     try:
         caches = caches_of(content, hit.caches, cache.fresh())
     except BadSession as error:
         raise Unsupported("session file", str(error)) from error
     finally:
         hit.release()
-    cache.checkpoint(content.tokens, caches, len(content.tokens), apart(kept_apart))
+    cache.checkpoint(content.tokens, caches, len(content.tokens), (*apart(kept_apart), *content.pictures))
+
+
+def _pictures_of(result: GenerationResult) -> Sequence[MediaSpan]:
+    from omlxd.cache.keys import MediaSpan
+
+    return [MediaSpan(picture.start, picture.stop, picture.digest) for picture in result.prompt_pictures]
 
 
 def _tokens_of(session: Session) -> Sequence[int]:

@@ -186,6 +186,15 @@ class MalformedCall:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptPicture:
+    """Tokens [start, stop) of a prompt stand for one picture, whose content has this digest."""
+
+    start: int
+    stop: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationResult:
     """What a request produced. Ids as PROTOCOL.md says: without the EOS or stop id that ended the answer."""
 
@@ -200,4 +209,5 @@ class GenerationResult:
     malformed_calls: Sequence[MalformedCall] = ()
     token_ids: Sequence[int] = ()
     prompt_token_ids: Sequence[int] = ()
+    prompt_pictures: Sequence[PromptPicture] = ()
     logprobs: Sequence[TokenLogprob] | None = None

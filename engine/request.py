@@ -19,6 +19,7 @@ from omlxd.engine.api import (
     InvalidGrammar,
     InvariantError,
     OmlxError,
+    PromptPicture,
     RequestInfo,
     Timings,
     TokenLogprob,
@@ -183,6 +184,7 @@ class Request:
             malformed_calls=answer.malformed,
             token_ids=self.token_ids,
             prompt_token_ids=self.job.prompt,
+            prompt_pictures=[PromptPicture(x.span.start, x.span.stop, x.span.digest) for x in self.job.pictures],
             logprobs=self.logprobs if self.job.logprobs else None,
         )
 

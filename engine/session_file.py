@@ -26,6 +26,10 @@ from omlxd.cache.ssd_format import BadFile, read_tensors
 
 FORMAT = "omlxd session 1"
 MAX_TOKENS = 16 << 20
+SAMPLE_TOKENS = 17  # computed here to compare with what the file has
+MIN_SAMPLE_TOKENS = 2  # of which the last is not computed
+MAX_PICTURES = 4096
+DIGEST_BYTES = 32
 MAX_NAME = 64
 MAX_DEPTH = 8
 SAME = 0.05  # of the largest number: how far the same tokens' numbers may be apart between two machines
@@ -43,16 +47,22 @@ class Content:
     classes: Sequence[str]
     scalars: Mapping[str, str]
     arrays: Mapping[str, mx.array]
+    pictures: Sequence[MediaSpan] = ()
+
+    @property
+    def sample(self) -> list[int]:
+        """The first tokens, up to a picture: nobody here has that to compare."""
+        return self.tokens[: min([SAMPLE_TOKENS, *(picture.start for picture in self.pictures)])]
 
 
-def write(path: Path, caches: Sequence[Leaf], tokens: Sequence[int]) -> int:
+def write(path: Path, caches: Sequence[Leaf], tokens: Sequence[int], pictures: Sequence[MediaSpan] = ()) -> int:
     """Writes caches that stand at the end of `tokens`; returns the file's bytes. Raises OSError; replaces no file."""
     part = path.with_name(f".{path.stem}.{os.getpid()}.part.safetensors")
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, PRIVATE_FILE))  # the name is ours now
     done = False
     try:
         os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, PRIVATE_FILE))
-        save_prompt_cache(str(part), list(caches), {"format": FORMAT, "tokens": pack(tokens).hex()})
+        save_prompt_cache(str(part), list(caches), _metadata(tokens, pictures))
         os.replace(part, path)
         done = True
     except RuntimeError as error:  # how mlx says that it cannot write
@@ -62,6 +72,12 @@ def write(path: Path, caches: Sequence[Leaf], tokens: Sequence[int]) -> int:
             part.unlink(missing_ok=True)
             path.unlink(missing_ok=True)
     return path.stat().st_size
+
+
+def _metadata(tokens: Sequence[int], pictures: Sequence[MediaSpan]) -> dict[str, str]:
+    said = {"format": FORMAT, "tokens": pack(tokens).hex()}
+    spans = ",".join(f"{picture.start}-{picture.stop}-{picture.digest.hex()}" for picture in pictures)
+    return {**said, "pictures": spans} if spans else said
 
 
 def restored(tokens: Sequence[int], media: Sequence[MediaSpan], cache: PrefixCache) -> Hit:
@@ -93,11 +109,27 @@ def read(path: Path, max_bytes: int) -> Content:
         if not 0 < len(tokens) <= 4 * MAX_TOKENS or len(tokens) % 4:
             raise BadSession(f"it names {len(tokens)} bytes of token ids")
         kinds = {str(name): str(kind) for name, kind in scalars[1:]}
-        return Content(unpack(tokens), [str(name) for name in classes], kinds, arrays)
+        pictures = _pictures(metadata.get("pictures", ""), len(tokens) // 4)
+        return Content(unpack(tokens), [str(name) for name in classes], kinds, arrays, pictures)
     except BadFile as error:
         raise BadSession(error.reason) from error
     except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise BadSession(f"its description cannot be read ({type(error).__name__})") from error
+
+
+def _pictures(text: str, num_tokens: int) -> list[MediaSpan]:
+    """Raises BadSession unless they follow one another within the tokens, behind some that can be compared."""
+    if text.count(",") >= MAX_PICTURES:
+        raise BadSession(f"it has more than {MAX_PICTURES} pictures")
+    pictures, free = [], MIN_SAMPLE_TOKENS
+    for said in text.split(",") if text else ():
+        start, stop, digest = said.split("-")
+        picture = MediaSpan(int(start), int(stop), bytes.fromhex(digest))
+        if not free <= picture.start < picture.stop <= num_tokens or len(picture.digest) != DIGEST_BYTES:
+            raise BadSession(f"a picture in it cannot be: {said[:40]!r} of {num_tokens} tokens")
+        pictures.append(picture)
+        free = picture.stop
+    return pictures
 
 
 def _tree(items: Sequence[tuple[str, Any]], depth: int = 0) -> Any:

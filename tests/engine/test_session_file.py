@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
+from omlxd.cache.keys import MediaSpan
 from omlxd.engine.session_file import BadSession, caches_of, read, write
 from tests.cache.running import PLENTY, model, new_cache, prompt
 from tests.models import MODELS
@@ -222,3 +223,42 @@ def test_what_is_no_plain_file_is_not_read(tmp_path):
     for path in (pipe, device):
         with pytest.raises(BadSession, match="no plain file"):
             read(path, PLENTY)
+
+
+def _with_pictures(tmp_path: Path, *pictures: MediaSpan) -> Path:
+    path = tmp_path / "pictures.safetensors"
+    caches = make_prompt_cache(model("llama"))
+    mx.eval(model("llama")(mx.array(TOKENS)[None], cache=caches))
+    write(path, caches, TOKENS, pictures)
+    return path
+
+
+def test_a_file_says_which_tokens_stand_for_which_pictures(tmp_path: Path) -> None:
+    pictures = [MediaSpan(5, 9, bytes(range(32))), MediaSpan(9, 30, bytes(32))]
+    content = read(_with_pictures(tmp_path, *pictures), PLENTY)
+    assert content.pictures == pictures
+    assert content.sample == TOKENS[:5]  # nobody here has the picture to compute more
+    (tmp_path / "pictures.safetensors").unlink()
+    assert read(_with_pictures(tmp_path), PLENTY).pictures == []
+
+
+@pytest.mark.parametrize(
+    "picture",
+    [
+        MediaSpan(1, 9, bytes(32)),  # fewer than two tokens before it
+        MediaSpan(5, 41, bytes(32)),  # beyond the tokens
+        MediaSpan(9, 9, bytes(32)),
+        MediaSpan(5, 9, bytes(31)),
+    ],
+)
+def test_a_picture_that_cannot_be_is_refused(tmp_path: Path, picture: MediaSpan) -> None:
+    with pytest.raises(BadSession, match="of 40 tokens"):
+        read(_with_pictures(tmp_path, picture), PLENTY)
+
+
+def test_pictures_that_overlap_or_are_too_many_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadSession, match="of 40 tokens"):
+        read(_with_pictures(tmp_path, MediaSpan(5, 9, bytes(32)), MediaSpan(8, 12, bytes(32))), PLENTY)
+    (tmp_path / "pictures.safetensors").unlink()
+    with pytest.raises(BadSession, match="more than 4096 pictures"):
+        read(_with_pictures(tmp_path, *[MediaSpan(5, 9, b"")] * 4097), PLENTY)
