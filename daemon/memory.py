@@ -55,6 +55,7 @@ class Memory:
         self._loop = asyncio.get_running_loop()
         tier: HotTier = backend.tier
         guard.ledger.watch("stored prefixes", "hot", lambda: tier.stats().used_bytes)
+        guard.ledger.watch("prefixes on their way to disk", "writing", lambda: backend.queued_bytes)
         self._relief = PoolRelief(pool, guard, tier, lambda: backend.allocator, self._hot_target)
         self._enforcer = Enforcer(
             probe,

@@ -14,7 +14,7 @@ from typing import Literal
 
 from omlxd.engine.api import InvariantError
 
-Kind = Literal["process", "weights", "load", "kv", "padding", "chunk", "pictures", "hot", "unreturned"]
+Kind = Literal["process", "weights", "load", "kv", "padding", "chunk", "pictures", "hot", "writing", "unreturned"]
 Fits = Callable[[int], bool]
 
 
