@@ -339,4 +339,4 @@ def _said(error: Exception) -> str:
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror or type(error).__name__}"
-    return f"{type(error).__name__}: {error}" if isinstance(error, sqlite3.Error) else type(error).__name__
+    return f"its index: {error}" if isinstance(error, sqlite3.Error) else type(error).__name__

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from omlxd.cache.sessions import NoSuchSession, Quota, SessionIsThere, TooManySessions
@@ -106,3 +110,53 @@ def test_a_session_file_that_is_none_is_left_alone(tmp_path):
     assert [session.name for session in store.list_sessions(None)] == ["s"]
     store.close(30)
     assert len(list(path.parent.iterdir())) == 6
+
+
+SEAMS = ["half written", "before rename", "after rename"]
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+from omlxd.cache.disk import Disk
+from tests.cache.shelves import of_model, open_store
+from tests.cache.running import generate, prompt
+seam, home = sys.argv[1], Path(sys.argv[2])
+class Deadly(Disk):
+    def die(self, where, path):
+        if where == seam and path.parent.name == "sessions" and is_second:
+            os.kill(os.getpid(), signal.SIGKILL)
+    def write(self, path, parts, *, durable=False):
+        self.path = path
+        super().write(path, parts, durable=durable)
+    def fill(self, fd, parts):
+        parts = list(parts)
+        if self.path.parent.name == "sessions" and is_second and seam == "half written":
+            os.write(fd, parts[0][:len(parts[0]) // 2])
+            self.die(seam, self.path)
+        super().fill(fd, parts)
+    def rename(self, old, new):
+        self.die("before rename", new)
+        super().rename(old, new)
+        self.die("after rename", new)
+store, is_second = open_store(home, disk=Deadly()), False
+here = of_model(store, "llama")
+generate("llama", here.cache, prompt(60), n=2)
+store.save_session(here.view.model, "s", prompt(30), may_replace=False)
+is_second = True
+store.save_session(here.view.model, "s", prompt(60), may_replace=True)
+"""
+
+
+@pytest.mark.parametrize("seam", SEAMS)
+def test_a_kill_in_a_second_save_leaves_the_first_or_the_second_whole(seam, tmp_path):
+    """CASES PS-03: one file is the one moment of a save; what it holds is derived from it at the next start."""
+    ended = subprocess.run([sys.executable, "-c", CHILD, seam, str(tmp_path)], timeout=120, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    store = open_store(tmp_path)
+    (session,) = store.list_sessions(None)
+    assert session.num_tokens == (60 if seam == "after rename" else 30)
+    store.clear(None).result(30)  # but for what the session holds
+    here = of_model(store, "llama")
+    here.fetch([*prompt(60), 0])
+    assert here.cache.match_length([*prompt(60), 0]) >= session.num_tokens
+    assert save(store, here, tokens=prompt(30), may_replace=True).num_tokens == 30
+    store.close(30)
