@@ -19,11 +19,13 @@ Event = Delta | Progress | GenerationResult | OmlxError
 class _Gathering:
     """Deltas of one channel that wait to be taken, joined only then: a long wait costs no more than a short one."""
 
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
+    __slots__ = ("_logprobs", "_texts", "_token_ids", "channel")
+
+    def __init__(self, first: Delta) -> None:
+        self.channel: Channel = first.channel
+        self._texts: list[str] = [first.text]
+        self._token_ids: list[int] = [*first.token_ids]
+        self._logprobs: list[TokenLogprob] = [*first.logprobs]
 
     def add(self, delta: Delta) -> None:
         self._texts.append(delta.text)
@@ -39,9 +41,10 @@ class EventStream:
 
     def __init__(self, on_cancel: Callable[[str | None], None]) -> None:
         self._on_cancel = on_cancel
-        self._pending: deque[_Gathering | Progress] = deque()
-        self._wake = asyncio.Event()
-        self._end: asyncio.Future[GenerationResult] = asyncio.get_running_loop().create_future()
+        self._pending: deque[Delta | _Gathering | Progress] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._news: asyncio.Future[None] | None = None  # what the reader waits for, while it does
+        self._end: asyncio.Future[GenerationResult] = self._loop.create_future()
         # A request whose client has left ends with nobody to look; that is no mistake worth a log line.
         self._end.add_done_callback(lambda end: end.cancelled() or end.exception())
         self._cancelled = False
@@ -62,22 +65,25 @@ class EventStream:
         """Takes one event. The first result or error is the end; whatever comes later is dropped."""
         if self._end.done():
             return
-        if isinstance(event, GenerationResult):
+        if isinstance(event, Delta):
+            self._add_delta(event)
+        elif isinstance(event, GenerationResult):
             self._end.set_result(event)
         elif isinstance(event, OmlxError):
             self._end.set_exception(event)
-        elif isinstance(event, Delta):
-            self._add_delta(event)
         else:
             self._pending = deque(kept for kept in self._pending if not isinstance(kept, Progress))
             self._pending.append(event)
-        self._wake.set()
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
     def _add_delta(self, delta: Delta) -> None:
         last = self._pending[-1] if self._pending else None
-        if not isinstance(last, _Gathering) or last.channel != delta.channel:
-            last = _Gathering(delta.channel)
-            self._pending.append(last)
+        if last is None or isinstance(last, Progress) or last.channel != delta.channel:
+            self._pending.append(delta)  # a reader that keeps up gets it as it is
+            return
+        if isinstance(last, Delta):
+            last = self._pending[-1] = _Gathering(last)
         last.add(delta)
 
     async def __aiter__(self) -> AsyncIterator[Delta | Progress]:
@@ -87,8 +93,8 @@ class EventStream:
                 yield event.join() if isinstance(event, _Gathering) else event
             if self._end.done():
                 return
-            self._wake.clear()
-            await self._wake.wait()
+            self._news = self._loop.create_future()
+            await self._news
 
     async def result(self) -> GenerationResult:
         # Shielded: one waiter that gives up must not cancel the end for the others.

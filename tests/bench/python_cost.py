@@ -109,8 +109,8 @@ def _rpc_us(repeats: int) -> list[float]:
 
 
 def _scheduling(tokens: int) -> None:
-    view = View(decoding=ROWS, waiting=3, prompts=[], rate=1e4)
-    long = View(decoding=ROWS, waiting=3, prompts=[Prompt("a", 5000, 5000), Prompt("b", 20, 20)], rate=1e4)
+    view = View(decoding=ROWS, waiting=3, prompts=[])
+    long = View(decoding=ROWS, waiting=3, prompts=[Prompt("a", 5000, 5000), Prompt("b", 20, 20)])
     limits = SchedulerLimits()
     for _ in range(tokens // ROWS // 2):
         turn(view, limits)
