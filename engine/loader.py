@@ -58,9 +58,7 @@ _BUILD_ERRORS = (
 )
 
 
-def load(
-    entry: CatalogEntry, options: LoadOptions, *, progress: ProgressSink, feature_bytes: int = 0
-) -> LoadedModel:
+def load(entry: CatalogEntry, options: LoadOptions, *, progress: ProgressSink, feature_bytes: int = 0) -> LoadedModel:
     """Loads a model; `progress` gets the bytes of weights in memory and how many there will be.
 
     A vision model keeps `feature_bytes` of what its tower made of pictures.
@@ -71,6 +69,7 @@ def load(
     config = json.loads((entry.path / "config.json").read_bytes())
     generation = generation_config(entry.path)
     sight, prefills, parts = None, None, PartsStyle.NEVER
+    words: int | None = None
     with _folder(entry.path, without_generation_config=generation is None) as folder:
         generation = generation or {}
         tokenizer = _tokenizer(entry, folder, end_tokens(config, generation))
@@ -79,11 +78,12 @@ def load(
         if entry.kind == "vision":
             sight, prefills = _sight(entry, folder, model, tokenizer, feature_bytes)
             parts = parts_style(template_source(tokenizer)) if sight is not None else parts
+            words = _logits_width(model)
     facts = ModelFacts(
         name=entry.name,
         path=entry.path,
         context_tokens=context_tokens(config),
-        vocab_size=vocabulary(config, len(tokenizer)),
+        vocab_size=words or vocabulary(config, len(tokenizer)),
         eos_token_ids=frozenset(tokenizer.eos_token_ids),
         has_chat_template=tokenizer.has_chat_template,
         weight_bytes=weight_bytes,
@@ -161,6 +161,11 @@ def _sight(
         return sight_of(entry, folder, model, tokenizer), PicturePrefills(model, FeatureCache(feature_bytes))
     except _BUILD_ERRORS as error:
         raise _failed(entry, "its processor cannot be used", error) from error
+
+
+def _logits_width(model: Any) -> int:
+    """Of a pass that is never computed: vision models' configs often leave to mlx-vlm how many words there are."""
+    return int(model(mx.array([[0]]), cache=model.make_cache()).shape[-1])
 
 
 def _adapted(entry: CatalogEntry, model: Any, adapter: Path) -> Any:

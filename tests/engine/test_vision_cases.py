@@ -11,9 +11,11 @@ import mlx.core as mx
 import pytest
 
 from omlxd.engine.api import Cancelled, EngineFailed, InvalidParams, MemoryExceeded
+from omlxd.engine.engine import Engine
 from omlxd.engine.guard import MemoryGuard
-from omlxd.engine.inbox import Preempt
+from omlxd.engine.inbox import Close, Preempt
 from omlxd.engine.prefill import new_caches
+from omlxd.engine.scheduler import SchedulerLimits
 from omlxd.engine.vision_prefill import FeatureCache, PicturePrefills
 from tests.cache.shelves import open_store, shelved
 from tests.engine.running import Running, engine
@@ -281,6 +283,19 @@ def test_no_state_of_a_request_stays_on_the_model():
     run(main)
     assert {name for name, value in vars(language).items() if isinstance(value, mx.array)} == set()
     assert all(vars(language)[name] is None for name in ("_rope_deltas", "_position_ids"))
+
+
+def test_an_unloaded_vision_model_is_really_gone():
+    async def main():
+        model = cached("qwen2_vl")
+        asked = chat(model, [says(WIDE, "?")])
+        running = Engine(model, SchedulerLimits())
+        del model  # as whoever loaded it must
+        await Running(running, asked).result()
+        running.close(Close("unloaded"))
+        assert (await asyncio.wait_for(running.closed, 30)).remains is None
+
+    run(main)
 
 
 # What is refused, before anything is computed

@@ -232,6 +232,14 @@ def test_a_vision_model_whose_template_shows_no_picture_takes_texts_only(tmp_pat
     assert model.model(mx.array([[1, 2]]), cache=new_caches(model.model)).shape == (1, 2, 320)
 
 
+def test_how_many_words_there_are_is_the_models_to_say(tmp_path):
+    path = vision_models.write("gemma3", tmp_path / "m")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"vocab_size": 7}))
+    (entry,) = Catalog([Root(path)]).scan()
+    assert load(entry, LoadOptions(), progress=lambda _: None).facts.vocab_size == 320
+
+
 def test_a_template_in_chat_template_json_is_found(tmp_path):
     path = vision_models.write("qwen2_vl", tmp_path / "m")
     config = json.loads((path / "tokenizer_config.json").read_text())
