@@ -203,3 +203,29 @@ def test_a_cap_that_is_lowered_while_the_daemon_runs_is_kept(daemon: Daemon) -> 
     daemon.call("sessions.save", model="tiny", name="one", prompt=PROMPT)
     with pytest.raises(RpcError, match=r"sessions\.max_count allows 1"):
         daemon.call("sessions.save", model="tiny", name="two", prompt=PROMPT)
+
+
+def test_after_a_restore_only_the_new_words_are_computed(daemon: Daemon) -> None:
+    """CASES PS-21: what was named reaches the matcher, as the count of computed tokens shows."""
+    daemon.call("sessions.save", model="tiny", name="s", prompt=PROMPT[:80])
+    cold = complete(daemon, PROMPT[:90], cache=False)
+    daemon.signal()
+    daemon.start()
+    warm = complete(daemon, PROMPT[:90], session="s")
+    assert warm["token_ids"] == cold["token_ids"]
+    (line,) = daemon.call("cache.stats", model="tiny")
+    assert line["tokens_matched"] >= 79
+    assert line["tokens_computed"] <= 11
+
+
+def test_a_stop_writes_what_no_write_queue_has_room_for() -> None:
+    """CASES PS-19: forty blocks are computed, and the daemon is told to stop at once."""
+    with daemon_in_new_home() as daemon:
+        write("llama", daemon.models / "tiny", eos=[])
+        daemon.start(OMLXD_CACHE__BLOCK_SIZE="16")
+        prompts = [f"{number:02} {PROMPT[:61]}" for number in range(10)]
+        for prompt in prompts:
+            complete(daemon, prompt)
+        daemon.signal()
+        daemon.start(OMLXD_CACHE__BLOCK_SIZE="16")
+        assert [complete(daemon, prompt)["usage"]["cached_tokens"] for prompt in prompts] == [63] * 10
