@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from omlxd.engine.vision_inputs import PictureInput
 
 Caches = list[Any]
+# What running a vision tower raises over a picture that it cannot take: mlx's own errors, and Python's over its shapes.
+TOWER_FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from omlxd.engine.memory import WAITS_FOR_MEMORY, WorkMemory
 from omlxd.engine.metrics import Meter
 from omlxd.engine.model import LoadedModel
 from omlxd.engine.picture_memory import PictureMemory
-from omlxd.engine.prefill import Prefill, Unseen, mergeable, new_caches
+from omlxd.engine.prefill import TOWER_FAILURES, Prefill, Unseen, mergeable, new_caches
 from omlxd.engine.prefixes import Prefixes
 from omlxd.engine.prompts import Prompts
 from omlxd.engine.request import Clock, Request, State
@@ -305,10 +305,19 @@ class Worker:
         self._is_warm(request, prefill)
 
     def _see(self, request: Request, unseen: Unseen) -> None:
-        """Has the vision tower see one picture: a turn of its own, for it cannot be cut."""
+        """Has the vision tower see one picture: a turn of its own, for it cannot be cut.
+
+        A picture that it cannot take ends its own request. Nobody else's caches have been touched: the batch goes on.
+        """
         began = self._clock()
-        with self._pictures.seeing(unseen.picture):
-            unseen.see()
+        try:
+            with self._pictures.seeing(unseen.picture):
+                unseen.see()
+        except TOWER_FAILURES as exc:
+            log.exception("a picture could not be seen by %s; it ends: %s", request.job.model, request.id)
+            reason = f"{type(exc).__name__} in its vision tower"
+            self._end(request, State.FAILED, EngineFailed(request.job.model, reason))
+            return
         self._meter.saw(self._clock() - began)
         self._prompts.saw(request)
 

@@ -7,17 +7,19 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from PIL import Image
 
-from omlxd.engine.api import Cancelled, GenerationResult, MemoryExceeded
+from omlxd.engine.api import Cancelled, EngineFailed, GenerationResult, MemoryExceeded
 from omlxd.engine.engine import Engine
 from omlxd.engine.guard import MemoryGuard
 from omlxd.engine.inbox import Close
 from omlxd.engine.kv_cost import costs_of
 from omlxd.engine.model import LoadedModel
 from omlxd.engine.scheduler import SchedulerLimits
-from tests.engine.running import Running
+from omlxd.engine.vision_inputs import PIXELS, PictureInput
+from tests.engine.running import Running, engine
 from tests.engine.seeing import Part, Turn, answers, assert_is_mlx_vlms, cached, chat, says
 from tests.engine.test_guard import limits
 from tests.vision_models import FAMILIES, picture
@@ -120,4 +122,29 @@ def test_so_they_are_where_memory_is_short(family: str) -> None:
     plain = cached(family, block_size=8)
     model = replace(plain, costs=costs_of(plain))
     assert asyncio.run(_run(draw, model, MemoryGuard(limits=limits(4 << 20)), requests=8)) > 0
+    _sound(model)
+
+
+def _torn(picture: PictureInput) -> PictureInput:
+    return replace(picture, tensors={**picture.tensors, PIXELS: np.zeros((3, 3))})
+
+
+def test_bad_pictures_in_a_row_end_neither_the_engine_nor_an_answer_under_way() -> None:
+    """Five whose tensors the tower cannot take; three steps in a row that fail would end the engine."""
+    model = cached("qwen2_vl")
+    talk = [says("Talk for long.")]
+
+    async def main() -> None:
+        async with engine(model) as running:
+            talking = Running(running, chat(model, talk, 60, stream=True))
+            await talking.first_token()
+            bad = [chat(model, [says(picture(look), "What is this?")]) for look in range(5)]
+            failing = [Running(running, replace(job, pictures=[_torn(*job.pictures)])) for job in bad]
+            for each in failing:
+                with pytest.raises(EngineFailed, match="in its vision tower"):
+                    await each.result()
+            assert_is_mlx_vlms("qwen2_vl", talk, await talking.result())
+            assert running.metrics.counters["failed_steps"] == 0
+
+    asyncio.run(main())
     _sound(model)
