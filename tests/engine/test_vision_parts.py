@@ -23,7 +23,7 @@ from omlxd.engine.vision_loading import _check_run
 from omlxd.engine.vision_model import RowShift
 from omlxd.engine.vision_prefill import FeatureCache, PicturePrefill
 from tests import vision_models
-from tests.engine.seeing import chat, folder, loaded, says
+from tests.engine.seeing import answers, chat, folder, loaded, says
 from tests.models import write
 from tests.vision_models import FAMILIES, picture
 
@@ -230,6 +230,25 @@ def test_a_vision_model_whose_template_shows_no_picture_takes_texts_only(tmp_pat
     assert model.sight is None
     assert model.facts.parts is PartsStyle.NEVER
     assert model.model(mx.array([[1, 2]]), cache=new_caches(model.model)).shape == (1, 2, 320)
+
+
+def test_a_template_that_goes_through_parts_only_gets_every_message_in_parts(tmp_path):
+    """As LLaVA's own: pictures first, then texts; a plain text would come out empty."""
+    path = vision_models.write("llava", tmp_path / "m")
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    template = (
+        "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
+        "{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
+        "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] }} {% endfor %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+    )
+    (path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    (entry,) = Catalog([Root(path)]).scan()
+    model = load(entry, LoadOptions(), progress=lambda _: None)
+    asked = chat(model, [says("Hello."), answers("Yes?"), says("What is ", TALL, "this?")])
+    text = model.tokenizer.decode([token for token in asked.prompt if token != 259])
+    assert text == "USER: Hello. ASSISTANT: Yes? USER: \nWhat is  this? ASSISTANT:"
+    assert [each.span.stop - each.span.start for each in asked.pictures] == [9]
 
 
 def test_how_many_words_there_are_is_the_models_to_say(tmp_path):
