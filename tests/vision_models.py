@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +201,17 @@ def _llava() -> TinyVision:
     return TinyVision(config, ("<image>",), "<image>", "<image>", preprocessor, processor_config=processor)
 
 
+def _deep() -> TinyVision:
+    """Qwen3-VL: as the older Qwens, with the text's part of the config apart."""
+    like = _qwen(DEEP, hidden_size=32, out_hidden_size=64, intermediate_size=48)
+    rope = {"type": "default", "mrope_section": [3, 3, 2]}
+    vision = {**like.config["vision_config"], "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    text = {"model_type": "qwen3_vl_text", **_TEXT, "head_dim": 16, "rope_scaling": rope}
+    own = {name: value for name, value in like.config.items() if name not in {*_TEXT, "rope_scaling"}}
+    return replace(like, config={**own, "vocab_size": VOCABULARY, "text_config": text, "vision_config": vision})
+
+
+DEEP = "qwen3_vl"  # of a kind that mlx-vlm runs and the engine does not: features go into several of its layers
 FAMILIES: Mapping[str, TinyVision] = {
     "qwen2_vl": _qwen("qwen2_vl", embed_dim=32, hidden_size=64, mlp_ratio=2),
     "qwen2_5_vl": _qwen(  # the first block sees windows of two by two tokens, the second everything
@@ -216,6 +227,7 @@ FAMILIES: Mapping[str, TinyVision] = {
     "idefics3": _idefics("idefics3", "idefics3_vision"),
     "llava": _llava(),
 }
+_WRITTEN = {**FAMILIES, DEEP: _deep()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -224,7 +236,7 @@ FAMILIES: Mapping[str, TinyVision] = {
 
 def build(family: str, seed: int = 0) -> Module:
     """The model as mlx-vlm makes it from the configuration, with weights drawn from their path and the seed alone."""
-    tiny = FAMILIES[family]
+    tiny = _WRITTEN[family]
     config = json.loads(json.dumps(tiny.config))  # mlx-vlm writes into what it is given
     module, _ = get_model_and_args(config)
     model_config = module.ModelConfig.from_dict(config)
@@ -269,7 +281,7 @@ def write(
     eos: int | Sequence[int] = IM_END,
 ) -> Path:
     """Writes a model folder that `mlx_vlm.load` takes, and returns it. `eos` goes to config.json."""
-    tiny = FAMILIES[family]
+    tiny = _WRITTEN[family]
     directory.mkdir(parents=True, exist_ok=True)
     config = _with_context(tiny.config, context) | {"eos_token_id": eos if isinstance(eos, int) else list(eos)}
     weights = dict(tree_flatten(build(family, seed).parameters()))

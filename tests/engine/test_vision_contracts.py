@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -21,8 +22,11 @@ from mlx.nn.layers.base import Module
 from mlx_lm.generate import PromptProcessingBatch
 from mlx_vlm.utils import prepare_inputs
 
+from omlxd.engine.api import LoadOptions, Unsupported
+from omlxd.engine.catalog import Catalog, Root
+from omlxd.engine.loader import load as load_model
 from tests.models import WINDOW
-from tests.vision_models import FAMILIES, Message, Seeing, cold_run, ids_of, inputs_of, load, picture, user, write
+from tests.vision_models import DEEP, FAMILIES, Message, Seeing, cold_run, ids_of, inputs_of, load, picture, user, write
 
 NOISE = 1e-4
 MROPE = {"qwen2_vl", "qwen2_5_vl"}
@@ -286,3 +290,12 @@ def test_a_processor_expands_each_placeholder_to_its_pictures_tokens(seeing: See
     tokens = ids_of(seeing.processor, TWO, _two()).count(FAMILIES[family].picture_token_id)
     tiles = 4 * ((2 * 2 + 1) + (2 * 2 + 1))
     assert tokens == {"qwen2_vl": 15 + 6, "qwen2_5_vl": 15 + 6, "gemma3": 18, "llava": 18}.get(family, tiles)
+
+
+def test_a_family_whose_features_go_into_further_layers_is_refused_at_load(tmp_path: Path) -> None:
+    """Qwen3-VL, which mlx-vlm runs: what its embeddings come with would be lost."""
+    folder = write(DEEP, tmp_path / "deep")
+    assert len(cold_run(load(folder), TWO, _two(), 2)[0]) == 2
+    (entry,) = Catalog([Root(folder)]).scan()
+    with pytest.raises(Unsupported, match="deepstack_visual_embeds, visual_pos_masks, which is not passed on yet"):
+        load_model(entry, LoadOptions(), progress=lambda _: None)
