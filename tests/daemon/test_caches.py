@@ -47,6 +47,7 @@ class Shelf:
             budget_bytes=9000,
             pinned_bytes=1000,
             cached_bytes=4000,
+            offered_bytes=0,
             entries=21,
             evicted=3,
             evicted_bytes=700,
