@@ -13,11 +13,13 @@ import pytest
 from omlxd.cache.keys import MediaSpan
 from omlxd.engine.api import LoadOptions, ModelLoadFailed, Unsupported
 from omlxd.engine.catalog import Catalog, Root
+from omlxd.engine.following import Following
 from omlxd.engine.ledger import Ledger
 from omlxd.engine.loader import load
 from omlxd.engine.messages import PartsStyle, conversation, parts_style, texts_of
 from omlxd.engine.picture_memory import PictureMemory, Tower, tower_of
 from omlxd.engine.prefill import new_caches
+from omlxd.engine.request import Request
 from omlxd.engine.vision_inputs import ByGrid, ByPicture, PictureInput, Processed
 from omlxd.engine.vision_loading import _check_run
 from omlxd.engine.vision_model import RowShift
@@ -153,6 +155,24 @@ def test_features_are_dropped_least_recently_used_first():
     assert features.get(b"large") is None
     features.shrink(0)
     assert sizes[-1] == features.nbytes == 0
+
+
+# Following
+
+
+def test_nobody_waits_for_a_prompt_that_shows_another_picture_there():
+    """The tokens are all the same; what they share ends where the first picture begins."""
+    model = loaded("qwen2_vl")
+    text = "A text longer than a block of 16 tokens, before "
+    leader, same, other = (
+        Request(chat(model, [says(text, image, "What is this?")]), model.tokenizer, lambda: 0.0)
+        for image in (WIDE, WIDE, picture(9, (200, 56)))
+    )
+    following = Following(lambda: 0.0, block_size=16)
+    following.lead(leader, 0)
+    (start,) = {span.start for request in (leader, same, other) for span in request.media}
+    holds = [following.hold_for(request, lambda _: 0) for request in (same, other)]
+    assert [hold.until for hold in holds if hold is not None] == [leader.length - 1, start]
 
 
 # Memory
