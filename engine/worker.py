@@ -506,8 +506,12 @@ class Worker:
         gc.collect()
         mx.clear_cache()
         self._memory.close()
-        freed = max(0, before - mx.get_active_memory())  # other engines go on meanwhile: no more than was ours
-        return Closed(failure, min(freed, accounted) if accounted else freed, remains_of(model))
+        remains = remains_of(model)
+        # The difference is that of all engines, and the others go on meanwhile: what is known to be gone needs none.
+        freed = max(0, before - mx.get_active_memory())
+        if accounted:
+            freed = accounted if remains is None else min(freed, accounted)
+        return Closed(failure, freed, remains)
 
     # -- small things -------------------------------------------------------------------------------------------------
 
