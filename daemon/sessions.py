@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from omlxd.cache.errors import CacheError
+from omlxd.daemon.session_files import brought, checked, publish, size_of, tokens_of, write
 from omlxd.engine.api import (
     CacheNode,
     Generation,
@@ -40,17 +39,13 @@ from omlxd.engine.slot import EngineHandle
 
 if TYPE_CHECKING:
     from omlxd.cache.keys import MediaSpan
-    from omlxd.cache.prefix import Hit, PrefixCache
-    from omlxd.cache.restoration import Restoration
     from omlxd.cache.sessions import Session
     from omlxd.cache.ssd import ModelStore, SsdStore
-    from omlxd.cache.ssd_format import Record
     from omlxd.cache.tree_view import Node
     from omlxd.engine.session_file import Content
 
 MAX_NAME = 128
 PREVIEW_TOKENS = 16
-SUFFIX = ".safetensors"
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -124,14 +119,14 @@ class Sessions:
 
     async def export(self, engine: EngineHandle, name: str, path: str) -> SessionEntry:
         self.check_name(name)
-        target = _checked(path)
+        target = checked(path)
         await self.settle()
         session = await self.use(engine, name)
-        tokens = await asyncio.to_thread(_tokens_of, session)
+        tokens = await asyncio.to_thread(tokens_of, session)
         with self._memory("exporting the session", 2 * session.nbytes):  # its blocks, and the caches made of them
-            hit = await _brought(engine, tokens, session.media)
+            hit = await brought(engine, tokens, session.media)
             try:
-                written = await self._run(lambda: _write(target, hit, session), engine.facts.name, name)
+                written = await self._run(lambda: write(target, hit, session), engine.facts.name, name)
             finally:
                 hit.release()
         entry = _entry(session)
@@ -141,7 +136,7 @@ class Sessions:
     async def imported(self, name: str, path: str) -> AsyncIterator[Content]:
         """An import's file, checked for form. Raises Unsupported, StorageFailed, MemoryExceeded."""
         self.check_name(name)
-        source = _checked(path)
+        source = checked(path)
         self._store_is_there()
 
         def read() -> Content:
@@ -154,7 +149,7 @@ class Sessions:
             except OSError as error:
                 raise StorageFailed(path, error.strerror or type(error).__name__) from error
 
-        most_bytes = min(self._disk.max_session_bytes, await asyncio.to_thread(_size, source))
+        most_bytes = min(self._disk.max_session_bytes, await asyncio.to_thread(size_of, source))
         with self._memory("importing the session", 3 * most_bytes):  # its bytes, its arrays, and the blocks cut of them
             yield await asyncio.to_thread(read)
 
@@ -165,7 +160,7 @@ class Sessions:
         if any(session.name == name for session in there):
             raise SessionExists(model, name)
         apart = secrets.token_bytes(16)
-        await engine.ask_cache(partial(_publish, content, apart))
+        await engine.ask_cache(partial(publish, content, apart))
         return await self.save(engine, name, content.tokens, content.pictures, may_replace=False, apart=apart)
 
     # -- a request's session ------------------------------------------------------------------------------------------
@@ -272,92 +267,10 @@ def _translated(work: Callable[[], T], disk: DiskCache, model: str, name: str) -
         raise StorageFailed(str(named or disk.directory), str(error)) from error
 
 
-async def _brought(engine: EngineHandle, tokens: Sequence[int], media: Sequence[MediaSpan]) -> Hit:
-    """Caches that hold these tokens, as far as memory and disk have them; whoever asks releases them."""
-    asked = [*tokens, 0]
-    restoration = await engine.ask_cache(lambda cache: cache.restoration(asked, media))
-    try:
-        await _read(engine, asked, media, restoration)
-        return await engine.ask_cache(partial(_restored, tokens, media))
-    finally:
-        await asyncio.to_thread(restoration.release)
-
-
-async def _read(
-    engine: EngineHandle, tokens: Sequence[int], media: Sequence[MediaSpan], restoration: Restoration
-) -> None:
-    """Reads what the disk has of these tokens beyond what memory has."""
-    view = engine.store
-    if view is None:
-        return
-    standing = await engine.ask_cache(lambda cache: cache.standing(tokens, media))
-    plan = await asyncio.wrap_future(view.plan(standing))
-    for step in plan.steps:
-        try:
-            record = await asyncio.wrap_future(view.read(step))
-        except CacheError:
-            return  # its file has gone, or is bad: what came before it is what there is
-        await engine.ask_cache(partial(_add, restoration, record))
-
-
-def _add(restoration: Restoration, record: Record, _: PrefixCache) -> None:
-    restoration.add(record, beyond_budget=True)
-
-
-def _restored(tokens: Sequence[int], media: Sequence[MediaSpan], cache: PrefixCache) -> Hit:
-    from omlxd.engine.session_file import restored
-
-    return restored(tokens, media, cache)
-
-
-def _write(path: Path, hit: Hit, session: Session) -> int:
-    from omlxd.cache.ssd_reader import Unreadable
-    from omlxd.engine import session_file
-
-    if hit.num_tokens < session.num_tokens:
-        raise Unreadable(f"only {hit.num_tokens} of its {session.num_tokens} tokens could be brought into memory")
-    return session_file.write(path, hit.caches, _tokens_of(session), session.pictures)
-
-
-def _publish(content: Content, kept_apart: bytes, cache: PrefixCache) -> None:
-    """Stores what a file has where only its session's requests find it."""
-    from omlxd.cache.keys import apart
-    from omlxd.engine.session_file import BadSession, caches_of
-
-    hit = cache.lookup(content.sample)
-    try:
-        caches = caches_of(content, hit.caches, cache.fresh())
-    except BadSession as error:
-        raise Unsupported("session file", str(error)) from error
-    finally:
-        hit.release()
-    cache.checkpoint(content.tokens, caches, len(content.tokens), (*apart(kept_apart), *content.pictures))
-
-
 def _pictures_of(result: GenerationResult) -> Sequence[MediaSpan]:
     from omlxd.cache.keys import MediaSpan
 
     return [MediaSpan(picture.start, picture.stop, picture.digest) for picture in result.prompt_pictures]
-
-
-def _tokens_of(session: Session) -> Sequence[int]:
-    from omlxd.cache.keys import unpack
-
-    return unpack(session.tokens)
-
-
-def _size(path: Path) -> int:
-    """Raises StorageFailed."""
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        raise StorageFailed(str(path), error.strerror or type(error).__name__) from error
-
-
-def _checked(path: str) -> Path:
-    if not os.path.isabs(path) or "\0" in path or not path.endswith(SUFFIX):
-        raise InvalidParams("path", f"is not an absolute path that ends in {SUFFIX}")
-    return Path(path)
 
 
 def _entry(session: Session) -> SessionEntry:
