@@ -11,12 +11,13 @@ import os
 import select
 import sys
 import termios
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from omlxd.cli.context import ANSWER_WITHIN_S, Context
 from omlxd.cli.errors import DONE, UsageError
-from omlxd.cli.frame import frame
+from omlxd.cli.frame import ALARM, FAINT, GOOD, STRONG, WARN, Line, frame
 from omlxd.cli.parser import Parser, finite
 from omlxd.rpc.client import Client
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _OTHER_SCREEN, _FIRST_SCREEN = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _TOP_LEFT, _REST_OF_LINE, _REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
+_LOOKS = {STRONG: "\x1b[1m", FAINT: "\x1b[2m", GOOD: "\x1b[32m", WARN: "\x1b[33m", ALARM: "\x1b[1;31m"}
+_AS_BEFORE = "\x1b[m"
 _LEAST_S = 0.1
 
 
@@ -44,20 +47,22 @@ class Top:
             if console.json:
                 console.document(_read(client))
             elif console.out_is_terminal and os.isatty(0):
-                self._live(client, every_s)
+                # https://no-color.org
+                self._live(client, every_s, colours=not context.env.get("NO_COLOR"))
             else:
-                console.line("\n".join(frame(_read(client), None, columns=10_000, rows=10_000)))
+                lines = frame(_read(client), None, at=time.time(), columns=10_000, rows=10_000)
+                console.line("\n".join(text for text, _ in lines))
         return DONE
 
-    def _live(self, client: Client, every_s: float) -> None:
+    def _live(self, client: Client, every_s: float, *, colours: bool) -> None:
         before: Any = None
         with _screen():
             while True:
                 now = _read(client)
                 size = os.get_terminal_size(1)
                 # A terminal that does not know its size says 0.
-                lines = frame(now, before, columns=size.columns or 80, rows=(size.lines or 24) - 1)
-                _draw(lines)
+                lines = frame(now, before, at=time.time(), columns=size.columns or 80, rows=(size.lines or 24) - 1)
+                _draw(lines, _LOOKS if colours else {})
                 before = now
                 if _pressed(every_s) in (b"q", b"Q"):
                     return
@@ -67,10 +72,14 @@ def _read(client: Client) -> Any:
     return client.call("daemon.status", timeout_s=ANSWER_WITHIN_S)
 
 
-def _draw(lines: list[str]) -> None:
+def _draw(lines: list[Line], looks: Mapping[str, str]) -> None:
+    _put(_TOP_LEFT + "".join(_drawn(text, looks.get(look)) + "\r\n" for text, look in lines) + _REST_OF_SCREEN)
+
+
+def _drawn(text: str, look: str | None) -> str:
     # A model's name is text from outside: it must not drive the terminal.
-    shown = ("".join(each if each.isprintable() else "?" for each in line) for line in lines)
-    _put(_TOP_LEFT + "".join(line + _REST_OF_LINE + "\r\n" for line in shown) + _REST_OF_SCREEN)
+    shown = "".join(each if each.isprintable() else "?" for each in text)
+    return (f"{look}{shown}{_AS_BEFORE}" if look is not None else shown) + _REST_OF_LINE
 
 
 def _put(text: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from omlxd.cli.frame import bar, frame
+from omlxd.cli.frame import ALARM, GOOD, WARN, bar, frame
 from omlxd.engine.api import DaemonStatus, RequestInfo
 from tests.cli.running import Home, Terminal
 from tests.cli.serving import Daemon, serving
@@ -116,17 +116,27 @@ def reading(**changes: Any) -> dict[str, Any]:
     return {**status, **changes}
 
 
+def texts(
+    now: dict[str, Any], before: dict[str, Any] | None = None, *, at: float = 0, columns: int = 200, rows: int = 50
+) -> list[str]:
+    return [text for text, _ in frame(now, before, at=at, columns=columns, rows=rows)]
+
+
 def test_rates_are_tokens_since_the_reading_before() -> None:
     backend = Working()
     first, second = asdict(backend.status()), asdict(backend.status())
-    assert " - " in next(line for line in frame(first, None, columns=200, rows=50) if line.startswith("r7"))
-    assert "  100  " in next(line for line in frame(second, first, columns=200, rows=50) if line.startswith("r7"))
+    assert " - " in next(line for line in texts(first) if line.startswith("r7"))
+    drawn = texts(second, first)
+    assert "  100  " in next(line for line in drawn if line.startswith("r7"))
+    assert next(line for line in drawn if line.startswith("tiny")).split() == [
+        *("tiny", "busy,", "pinned", "8.0", "GB", "1", "100", "-")
+    ]
 
 
 def test_a_frame_fits_the_terminal_and_counts_what_it_leaves_out() -> None:
     many = [{**reading()["requests"][0], "id": f"r{n}"} for n in range(100)]
-    lines = frame(reading(requests=many), None, columns=40, rows=20)
-    assert len(lines) <= 20
+    lines = texts(reading(requests=many), columns=40, rows=24)
+    assert len(lines) <= 24
     assert max(map(len, lines)) <= 40
     assert lines[-1].startswith("and ")
     shown = sum(line.startswith("r") for line in lines)
@@ -134,13 +144,40 @@ def test_a_frame_fits_the_terminal_and_counts_what_it_leaves_out() -> None:
 
 
 def test_memory_and_tiers_are_drawn_against_their_ceilings() -> None:
-    lines = frame(reading(), None, columns=200, rows=50)
-    assert f"memory  {bar(8.25e9, 75e9)} 8.2 GB of 75.0 GB, static binds, ok" in lines
+    lines = texts(reading())
+    assert f"memory  {bar(8.25e9, 75e9, [67.5e9, 72e9])} 8.2 GB of 75.0 GB, static binds, ok" in lines
+    assert "        admits up to 67.5 GB, presses from 72.0 GB; static 75.0 GB, dynamic 90.0 GB" in lines
+    assert "        weights 8.0 GB, process 200 MB, no entry 50 MB, free in MLX's pool 50 MB" in lines
     assert f"hot     {bar(1, 2)} 98 MB of 196 MB" in lines
     assert not any(line.startswith("ssd") for line in lines)
     assert bar(1, 2) == "[" + "#" * 15 + "." * 15 + "]"
+    assert bar(1, 2, [1.8, 0.5]) == "[" + "#" * 15 + "." * 12 + "|.." + "]"  # what is reached has no mark any more
 
 
 def test_the_last_action_shows_while_the_pressure_lasts() -> None:
     pressed = {**asdict(memory_status(75 * 10**9, "safe")), "level": "HARD"}
-    assert "        no request is admitted" in frame(reading(memory=pressed), None, columns=200, rows=50)
+    assert ("        no request is admitted", WARN) in frame(reading(memory=pressed), None, at=0, columns=200, rows=50)
+
+
+@pytest.mark.parametrize(("level", "look"), [("OK", GOOD), ("SOFT", WARN), ("HARD", ALARM)])
+def test_the_level_shows_in_how_memory_looks(level: str, look: str) -> None:
+    memory = {**asdict(memory_status(75 * 10**9, "safe")), "level": level}
+    (line,) = (line for line in frame(reading(memory=memory), None, at=0, columns=200, rows=50) if "memory" in line[0])
+    assert line[1] == look
+
+
+def test_what_of_the_prompts_was_stored_and_how_the_disk_is_stand_beside_their_tiers() -> None:
+    disk = {"state": "paused", "degraded": True, "reason": "it is full", "queued_bytes": 2e6, "counts": {}}
+    numbers = {"bytes": {"hot": 98e6, "ssd": 1e9}, "max_bytes": {"hot": 196e6, "ssd": 4e9}}
+    cache = {"enabled": True, **numbers, "prompt_tokens": 4000, "cached_tokens": 3000, "ssd": disk}
+    lines = texts(reading(cache=cache))
+    assert f"hot     {bar(1, 2)} 98 MB of 196 MB; 75 % of 4000 prompt tokens came from the cache" in lines
+    assert f"ssd     {bar(1, 4)} 1.0 GB of 4.0 GB; paused: it is full; 2 MB to be written" in lines
+
+
+def test_an_idle_model_says_since_when_and_when_it_will_go() -> None:
+    idle = {**asdict(entry("tiny")), "state": "READY", "requests": 0, "last_used": 1000.0, "ttl_s": 300.0}
+    (line,) = (line for line in texts(reading(models=[idle]), at=1042.0) if line.startswith("tiny"))
+    assert line.endswith("42s of 5m 0s")
+    (line,) = (line for line in texts(reading(models=[{**idle, "ttl_s": None}]), at=1042.0) if line.startswith("tiny"))
+    assert line.endswith("42s")
