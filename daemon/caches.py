@@ -32,6 +32,7 @@ from omlxd.engine.slot import EngineHandle
 if TYPE_CHECKING:
     from omlxd.cache.explain import Explanation, Reason
     from omlxd.cache.hot import TierStats
+    from omlxd.cache.keys import MediaSpan
     from omlxd.cache.prefix import CacheStats
     from omlxd.cache.ssd_index import Totals
 
@@ -164,8 +165,7 @@ class Caches:
 
 async def explain(engine: EngineHandle, prompt: Prompt) -> CacheExplanation:
     """Why the engine would reuse no more of a prompt. Raises what the prompt raises."""
-    prepared = await engine.prepare(GenerateRequest(engine.facts.name, prompt))  # as a request would be
-    ids, media = prepared.token_ids, [picture.span for picture in prepared.pictures]
+    ids, media = await _read(engine, prompt)
     if engine.uncached is not None:
         return CacheExplanation(len(ids), 0, "disabled")
     standing, found = await engine.ask_cache(lambda cache: (cache.standing(ids, media), cache.explain(ids, media)))
@@ -180,6 +180,12 @@ async def explain(engine: EngineHandle, prompt: Prompt) -> CacheExplanation:
         reason="bad_block" if is_bad else _REASONS[found.reason],
         differs_at=await _difference(engine, found),
     )
+
+
+async def _read(engine: EngineHandle, prompt: Prompt) -> tuple[Sequence[int], Sequence[MediaSpan]]:
+    """A prompt as a request would have it, without what its pictures weigh."""
+    prepared = await engine.prepare(GenerateRequest(engine.facts.name, prompt))
+    return prepared.token_ids, [picture.span for picture in prepared.pictures]
 
 
 def _storage(disk: DiskCache, work: Callable[[], T]) -> T:

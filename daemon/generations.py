@@ -171,15 +171,22 @@ class _Live:
             session = None if request.session is None else await self._sessions.use(engine, request.session)
             self._waits_for = "its tokens"
             prepared = await engine.prepare(request)
-            boundaries = await engine.boundaries(prepared.prompt, prepared.token_ids)
-            apart = b"" if session is None else session.apart
-            job = make_job(
-                request, prepared, engine.facts, id=self.id, arrived=self._arrived, boundaries=boundaries, apart=apart
-            )
-            wait.reschedule(None)
-            engine.submit(job, self.stream)
-            self._engine = engine
-            result = await self.stream.result()
+            with engine.holding(prepared.pictures):
+                boundaries = await engine.boundaries(prepared.prompt, prepared.token_ids)
+                apart = b"" if session is None else session.apart
+                job = make_job(
+                    request,
+                    prepared,
+                    engine.facts,
+                    id=self.id,
+                    arrived=self._arrived,
+                    boundaries=boundaries,
+                    apart=apart,
+                )
+                wait.reschedule(None)
+                engine.submit(job, self.stream)
+                self._engine = engine
+                result = await self.stream.result()
             if session is not None:
                 self._sessions.keep(engine, session, result)
             content.info("%s was answered: %s%s", self.id, result.reasoning or "", result.text)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from omlxd.cache.prefix import PrefixCache
@@ -35,16 +35,19 @@ from omlxd.engine.guard import MemoryGuard
 from omlxd.engine.inbox import Abort, Ask, Close, Closed, Inbox, Preempt, Refuse, Submit
 from omlxd.engine.job import Job
 from omlxd.engine.model import LoadedModel, ModelFacts
+from omlxd.engine.picture_tensors import PictureTensors
 from omlxd.engine.pictures import Pictures
 from omlxd.engine.preparing import Prepared, Preparer
 from omlxd.engine.prompt import text_of
+from omlxd.engine.reporting import Events
 from omlxd.engine.request import Clock
 from omlxd.engine.scheduler import SchedulerLimits
 from omlxd.engine.stream import EventStream
-from omlxd.engine.worker import Events, Worker
+from omlxd.engine.worker import Worker
 
 if TYPE_CHECKING:
     from omlxd.engine.images import Picture
+    from omlxd.engine.vision_inputs import PictureInput
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -79,6 +82,8 @@ class Engine:
         self._preparer = Preparer(loaded.tokenizer, loaded.facts, loaded.sight)
         # Read before a prompt is prepared, on threads of their own; a model that sees none refuses them unread.
         self._pictures = pictures if loaded.sight is not None else None
+        guard = guard or MemoryGuard()
+        self._tensors = PictureTensors(loaded.facts.name, guard.ledger)
         self._limits = limits
         self._loop = asyncio.get_running_loop()
         self._inbox = Inbox()
@@ -125,6 +130,10 @@ class Engine:
         """A request's prompt and how its answer is read. Raises InvalidParams, Unsupported."""
         async with self._shown(request.prompt) as pictures:
             return await self._tokenize(self._preparer.prepare, request, pictures)
+
+    def holding(self, pictures: Sequence[PictureInput]) -> AbstractContextManager[None]:
+        """Has a prepared request's pictures in the ledger until it has ended."""
+        return self._tensors.holding(pictures)
 
     async def text(self, ids: Sequence[int]) -> str:
         """What the ids stand for, special tokens included. Raises InvalidParams."""

@@ -36,7 +36,7 @@ WAITS_FOR_MEMORY = "waits for memory"  # the reason of a request that does
 
 @dataclass(slots=True)
 class _Wait:
-    """A request that waits for memory: since when, and when it last said so."""
+    """A request that waits for memory: since when in vain, and when it last said so."""
 
     since: float
     asked: float
@@ -72,7 +72,8 @@ class WorkMemory:
         tokens = self._longest(request)
         room_ahead = 0 if request.job.warm else GROWTH_TOKENS - 1
         caches = self._holdings.alone(tokens + room_ahead) + self._turns.bytes(MIN_TURN_TOKENS, tokens)
-        needed = caches + self._pictures.most(request.job.pictures)
+        tensors = sum(picture.nbytes for picture in request.job.pictures)
+        needed = caches + tensors + self._pictures.most(request.job.pictures)
         refused = self._guard.refusal("the request", needed, advice="", staying=[self._name])
         if refused is None:
             return None
@@ -126,11 +127,14 @@ class WorkMemory:
     def lost_patience(self, request: Request) -> MemoryExceeded | None:
         """The end of a wait in vain: nobody has anything left to give back. None while there is hope."""
         wait = self._waits.get(request.id)
-        if wait is None or self._clock() - wait.since < PATIENCE_S:
+        if wait is None:
             return None
-        limits, ledger = self._guard.limits, self._guard.ledger
-        nothing_runs = not ledger.held(["kv", "load"])
-        if not nothing_runs and not (limits.orders.exhausted and limits.level is Level.HARD):
+        limits = self._guard.limits
+        somebody_ends = bool(self._guard.ledger.held(["kv", "load"]))
+        if somebody_ends and not (limits.orders.exhausted and limits.level is Level.HARD):
+            wait.since = self._clock()
+            return None
+        if self._clock() - wait.since < PATIENCE_S:
             return None
         del self._waits[request.id]
         return self._guard.gave_up(

@@ -1,8 +1,8 @@
-"""What pictures cost in memory: the tensors that wait for the tower, the tower's own work, and what it makes of them.
+"""What pictures cost in memory: the tower's own work, and what it makes of them.
 
 `Tower` is read off a model's config at load, on the large side where a width has many names. `PictureMemory` is one
-engine's part of the ledger for pictures, on the engine thread; a request's bytes are there from its admission on,
-because a picture that is there already cannot be refused later.
+engine's part of the ledger for what is made of pictures, on the engine thread; a request's bytes are there from its
+admission on. What the tower is given has an entry of its own, from its making on: see `picture_tensors`.
 """
 
 from __future__ import annotations
@@ -103,13 +103,13 @@ class PictureMemory:
             features.report_to(self._keep)
 
     def waiting(self, pictures: Sequence[PictureInput]) -> int:
-        """Of a request's pictures, as long as it has them: what they came as, and what the tower makes of them."""
+        """Of a request's pictures, from its admission to its end: what the tower makes of them."""
         if self._tower is None:
             return 0
-        return sum(each.nbytes + self._tower.embeddings(each) for each in pictures)
+        return sum(map(self._tower.embeddings, pictures))
 
     def most(self, pictures: Sequence[PictureInput]) -> int:
-        """The most that they can take at once."""
+        """The most that they can take at once beside their tensors."""
         return self.waiting(pictures) + max(map(self._seeing, pictures), default=0)
 
     def take(self, id: str, pictures: Sequence[PictureInput]) -> None:

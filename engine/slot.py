@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from omlxd.engine.api import GenerateRequest, InvariantError, ModelEntry, ModelMetrics, ModelState, Prompt, RequestInfo
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from omlxd.cache.prefix import PrefixCache
     from omlxd.cache.ssd import ModelStore
     from omlxd.engine.preparing import Prepared
+    from omlxd.engine.vision_inputs import PictureInput
 
 T = TypeVar("T")
 OnState = Callable[[ModelEntry], None]
@@ -61,6 +63,8 @@ class EngineHandle(Protocol):
     async def boundaries(self, prompt: Prompt, ids: Sequence[int]) -> Sequence[int]: ...
 
     async def prepare(self, request: GenerateRequest) -> Prepared: ...
+
+    def holding(self, pictures: Sequence[PictureInput]) -> AbstractContextManager[None]: ...
 
     async def text(self, token_ids: Sequence[int]) -> str: ...
 

@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
+import numpy as np
 import pytest
 
+from omlxd.cache.keys import MediaSpan
 from omlxd.daemon.events import EventHub
 from omlxd.daemon.generations import Generations
 from omlxd.daemon.sessions import Sessions
-from omlxd.engine.api import GenerateRequest, GenerationResult, Json, Prompt, QueueFull, TextPrompt, Unsupported, Usage
+from omlxd.engine.api import (
+    Cancelled,
+    GenerateRequest,
+    GenerationResult,
+    Json,
+    Prompt,
+    QueueFull,
+    TextPrompt,
+    Unsupported,
+    Usage,
+)
 from omlxd.engine.disk_cache import DiskCache
 from omlxd.engine.guard import MemoryGuard
 from omlxd.engine.job import Job
+from omlxd.engine.ledger import Ledger
+from omlxd.engine.picture_tensors import PictureTensors
 from omlxd.engine.pool import Pool
 from omlxd.engine.preparing import Prepared
 from omlxd.engine.stream import EventStream
+from omlxd.engine.vision_inputs import PictureInput
 from tests.engine.test_pool import FakeBackend, FakeEngine, pool
 
 
@@ -26,9 +42,14 @@ class AnsweringEngine(FakeEngine):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.jobs: list[Job] = []
+        self.ledger = Ledger()
+        self.tensors = PictureTensors(name, self.ledger)
 
     async def prepare(self, request: GenerateRequest) -> Prepared:
         return Prepared(request.prompt, [1, 2, 3])
+
+    def holding(self, pictures: Sequence[PictureInput]) -> AbstractContextManager[None]:
+        return self.tensors.holding(pictures)
 
     async def boundaries(self, prompt: Prompt, ids: Sequence[int]) -> Sequence[int]:
         return ()
@@ -99,3 +120,67 @@ def test_nobody_waits_for_a_model_for_ever() -> None:
     error = asyncio.run(main())
     assert error.fields == {"depth": 1, "retry_after_ms": 60_000}
     assert "the longest allowed" in error.message
+
+
+SHOWN = PictureInput(MediaSpan(1, 2, bytes(32)), {"pixel_values": np.zeros(10, np.float32)})
+
+
+class QueueingEngine(AnsweringEngine):
+    """Takes requests with a picture into its queue, where they stay until they are cancelled."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.waiting: dict[str, EventStream] = {}
+        self.full = False
+
+    async def prepare(self, request: GenerateRequest) -> Prepared:
+        return Prepared(request.prompt, [1, 2, 3], pictures=[SHOWN])
+
+    def submit(self, job: Job, stream: EventStream) -> None:
+        if self.full:
+            raise QueueFull(1, 1)
+        self.waiting[job.id] = stream
+
+    def abort(self, id: str, reason: str | None) -> None:
+        self.waiting.pop(id).deliver(Cancelled(reason=reason))
+
+
+class QueueingBackend(FakeBackend):
+    def start(self, loaded: object) -> FakeEngine:
+        self.engines.append(QueueingEngine("a"))
+        return self.engines[-1]
+
+
+def test_what_waiting_requests_have_of_pictures_is_in_the_ledger_until_they_are_cancelled() -> None:
+    request = GenerateRequest("a", TextPrompt("x"))
+
+    async def main() -> list[int]:
+        backend = QueueingBackend()
+        async with pool(backend) as models:
+            generations = Generations(models, EventHub(), no_sessions(models))
+            first, second = generations.start(request), generations.start(request)
+            while not backend.engines or len(engine_of(backend).waiting) < 2:
+                await asyncio.sleep(0)
+            engine, seen = engine_of(backend), []
+            for stream in (first, second):
+                seen.append(engine.ledger.held(["pictures"]))
+                stream.cancel()
+                await stream.wait_ended()
+                while len(generations.infos()) == 2:
+                    await asyncio.sleep(0)
+            while generations.infos():
+                await asyncio.sleep(0)
+            engine.full = True
+            with pytest.raises(QueueFull):
+                await generations.start(request).result()
+            while generations.infos():
+                await asyncio.sleep(0)
+            return [*seen, engine.ledger.total()]
+
+    assert asyncio.run(main()) == [40, 40, 0]  # the same tensors, counted once
+
+
+def engine_of(backend: QueueingBackend) -> QueueingEngine:
+    (engine,) = backend.engines
+    assert isinstance(engine, QueueingEngine)
+    return engine

@@ -107,7 +107,9 @@ def _content(turn: Turn) -> str | list[dict[str, Any]]:
 
 
 async def ask(running: Engine, model: LoadedModel, turns: Sequence[Turn], **changes: Any) -> GenerationResult:
-    return await Running(running, chat(model, turns, **changes)).result()
+    asked = chat(model, turns, **changes)
+    with running.holding(asked.pictures):
+        return await Running(running, asked).result()
 
 
 def assert_is_mlx_vlms(family: str, turns: Sequence[Turn], result: GenerationResult) -> None:

@@ -203,7 +203,7 @@ def test_a_request_cancelled_between_two_pictures_leaves_the_first_one_and_nothi
                 running.abort(asked.id, None)
 
             features.seen = cancel
-            with pytest.raises(Cancelled) as caught:
+            with pytest.raises(Cancelled) as caught, running.holding(asked.pictures):
                 await Running(running, asked).result()
             assert caught.value.partial is not None
             assert held[0] > sum(picture.nbytes for picture in asked.pictures)

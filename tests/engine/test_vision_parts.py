@@ -209,7 +209,7 @@ def test_a_requests_pictures_are_held_from_its_admission_to_its_end():
     ledger = Ledger()
     features = FeatureCache(100)
     memory = PictureMemory("m", ledger, TOWER, features)
-    one = seen().nbytes + TOWER.embeddings(seen())
+    one = TOWER.embeddings(seen())
     assert memory.waiting([seen(), seen()]) == 2 * one
     assert memory.most([seen(), seen()]) == 2 * one + TOWER.seeing(seen())
     memory.take("r", [seen(), seen()])
