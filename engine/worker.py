@@ -12,7 +12,7 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 
@@ -20,12 +20,10 @@ from omlxd.engine.api import (
     EngineFailed,
     InvariantError,
     ModelMetrics,
-    Progress,
     QueueFull,
     RequestInfo,
     ShuttingDown,
 )
-from omlxd.engine.batch import Batch, InterleavedBatch, MergedBatch
 from omlxd.engine.decoder import direct
 from omlxd.engine.fetching import Fetching, Lender
 from omlxd.engine.following import Following
@@ -38,9 +36,11 @@ from omlxd.engine.memory import WAITS_FOR_MEMORY, WorkMemory
 from omlxd.engine.metrics import Meter
 from omlxd.engine.model import LoadedModel
 from omlxd.engine.picture_memory import PictureMemory
+from omlxd.engine.places import Places
 from omlxd.engine.prefill import TOWER_FAILURES, Prefill, Unseen, mergeable, new_caches
 from omlxd.engine.prefixes import Prefixes
 from omlxd.engine.prompts import Prompts
+from omlxd.engine.reporting import Emit, Reports
 from omlxd.engine.request import Clock, Request, State
 from omlxd.engine.rows import logprob, row_start
 from omlxd.engine.scheduler import Row, SchedulerLimits, Turn, admission, makes_way, turn
@@ -50,8 +50,6 @@ from omlxd.engine.unreturned import remains_of
 log = logging.getLogger(__name__)
 
 MAX_FAILURES = 3  # steps in a row that may fail before the engine gives up
-SNAPSHOT_S = 0.1  # how old what is published may be
-SNAPSHOT_PAUSE = 20  # times what one took, until the next: a long line is not described at every step
 OVERDUE_S = 1.0  # how often the line is looked through for those who have waited too long
 OVERDUE_RETRY_MS = 60_000  # for them: whoever waits an hour waits for more than one request to end
 # How many of the line's first are looked at for a free row beyond the rows themselves: held ones make way for others.
@@ -59,15 +57,9 @@ LOOKAHEAD = 8
 PASSED_BY_S = 2.0  # how long those who need less memory may go before one who waits for it
 STUCK_S = 0.1  # how often an engine whose requests all wait for memory looks again
 
-Events = Sequence[tuple[str, Event]]
-Emit = Callable[[Events], None]
-
 
 class Worker:
-    """The engine thread's side. `run` is the thread's main function.
-
-    `requests`, `metrics` and `uncached` are what others may read: values, replaced as a whole.
-    """
+    """The engine thread's side. `run` is the thread's main function."""
 
     def __init__(
         self,
@@ -82,7 +74,6 @@ class Worker:
         self._decoder = direct(loaded.tokenizer)
         self._limits = limits
         self._inbox = inbox
-        self._emit = emit
         self._clock = clock
         self.merges_rows = mergeable(new_caches(loaded.model))
         self._prefixes = Prefixes(loaded.model, loaded.cache, loaded.prefills)
@@ -105,18 +96,37 @@ class Worker:
             clock=clock,
         )
         self._prompts = Prompts(self._prefixes, self._line.defers)
-        self._rows: dict[str, Request] = {}  # decoding, in the order they joined
-        self._batch: Batch = self._new_batch()
+        self._places = Places(
+            loaded.model,
+            self._line,
+            self._fetching,
+            self._prompts,
+            self._following,
+            self._prefixes,
+            self._memory,
+        )
         self._meter = Meter(clock)
+        self._reports = Reports(emit, self._meter, clock)
         self._failures = 0
         self._closing: Close | None = None
         self._concerned: Sequence[Request] = ()
-        self._events: list[tuple[str, Event]] = []
-        self._published = self._looked_through = self._publish_from = clock()
-        self._has_news = False  # a request has come or gone since what is published
-        self.requests: tuple[RequestInfo, ...] = ()
-        self.metrics: ModelMetrics = self._meter.read()
-        self.uncached = loaded.uncached or (None if loaded.cache is not None else "the cache is switched off")
+        self._looked_through = clock()
+        self._uncached = loaded.uncached or (None if loaded.cache is not None else "the cache is switched off")
+
+    # -- what others may read, on any thread --------------------------------------------------------------------------
+
+    @property
+    def requests(self) -> Sequence[RequestInfo]:
+        return self._reports.requests
+
+    @property
+    def metrics(self) -> ModelMetrics:
+        return self._reports.metrics
+
+    @property
+    def uncached(self) -> str | None:
+        """Why the model runs without a prefix cache; None if it has one."""
+        return self._uncached
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -131,23 +141,23 @@ class Worker:
             except Exception as exc:  # noqa: BLE001  the top of this thread's loop: some requests end, the rest go on
                 failure = self._recover(exc)
             self._publish()
-            self._flush()
-            self._memory.step_over(at_rest=not (self._prompts or self._rows))
+            self._reports.flush()
+            self._memory.step_over(at_rest=not (self._prompts or self._places.rows))
         self._end_all(failure)
         self._publish(now=True)
-        self._flush()
+        self._reports.flush()
         return self._let_go(failure)
 
     def _take_commands(self) -> None:
-        idle = not (self._line or self._prompts or self._rows)
+        idle = not (self._line or self._prompts or self._places.rows)
         if idle:
             self._publish(now=True)
-        stuck = self._memory.somebody_waits and not (self._prompts or self._rows)
+        stuck = self._memory.somebody_waits and not (self._prompts or self._places.rows)
         for command in self._inbox.take(wait=idle or stuck, timeout_s=STUCK_S if stuck else self._fetching.wait_s):
             if isinstance(command, Submit):
                 self._take_in(command.job)
             elif isinstance(command, Preempt):
-                if command.id in self._rows or command.id in self._prompts:
+                if command.id in self._places.rows or command.id in self._prompts:
                     self._preempt(command.id, command.reason)
             elif isinstance(command, Refuse):
                 self._refuse(command)
@@ -168,17 +178,14 @@ class Worker:
         self._take_fetched()
         self._admit()
         if self._prompts:
-            view = self._prompts.view(decoding=len(self._rows), waiting=self._line.waiting)
+            view = self._prompts.view(decoding=len(self._places.rows), waiting=self._line.waiting)
             self._compute(turn(view, self._memory.turn_limits(self._limits, self._prompts.prefills)))
-        if self._rows:
-            self._concerned = list(self._rows.values())
-            tokens = self._batch.step()
+        if self._places.rows:
+            self._concerned = list(self._places.rows.values())
+            tokens = self._places.batch.step()
             self._meter.stepped(len(tokens))
             self._settle(tokens)
         self._concerned = ()
-
-    def _live(self) -> list[Request]:
-        return [*self._line, *self._fetching.requests, *self._placed()]
 
     def _take_in(self, job: Job) -> None:
         request = Request(job, self._decoder, self._clock)
@@ -193,7 +200,7 @@ class Worker:
         if not self._line:
             return
         began = self._clock()
-        rows = [Row(request.id, self._line.defers(request)) for request in self._placed()]
+        rows = [Row(request.id, self._line.defers(request)) for request in self._places.taken]
         decided = admission(rows, self._limits, interactive_waits=self._line.interactive_waits)
         free = decided.free
         for request in self._line.head(free + LOOKAHEAD if free else 0):
@@ -211,7 +218,7 @@ class Worker:
                 self._line.hold(hold)
                 self._prefixes.stop_at(hold.leader, hold.until)
                 self._meter.held()
-                self._say_waits(request)
+                self._reports.waits(request)
                 continue
             if not self._has_memory(request):
                 if self._clock() - request.waits_since > PASSED_BY_S:
@@ -221,16 +228,13 @@ class Worker:
                 self._preempt(decided.preempt, "preempted by an interactive request")
             self._begin(request)
             free -= 1
-            if self._rows and self._clock() - began >= self._limits.max_decode_stall_ms / 1e3:
+            if self._places.rows and self._clock() - began >= self._limits.max_decode_stall_ms / 1e3:
                 break  # long prefixes take their time to be restored: the others' are in the next steps
 
     def _take_fetched(self) -> None:
         for request in reversed(self._fetching.over()):
             request.enter(State.QUEUED)
             self._line.put_first(request)
-
-    def _placed(self) -> list[Request]:
-        return [*self._prompts, *self._rows.values()]
 
     def _has_memory(self, request: Request) -> bool:
         if self._memory.admit(request):
@@ -242,7 +246,7 @@ class Worker:
             request.enter(State.HELD, WAITS_FOR_MEMORY)
             request.enter(State.QUEUED, WAITS_FOR_MEMORY)
             self._meter.held()
-            self._say_waits(request)
+            self._reports.waits(request)
         return False
 
     def _begin(self, request: Request) -> None:
@@ -260,14 +264,11 @@ class Worker:
 
     def _preempt(self, id: str, reason: str) -> None:
         """Takes a request out of its place and back into the line; what it has computed is kept."""
-        request = self._rows.get(id) or self._prompts[id][0]
-        self._keep(request)
-        self._leave(request)
-        request.enter(State.HELD, reason)
-        request.enter(State.QUEUED, reason)
-        self._line.put_first(request)
+        request = self._places.rows.get(id) or self._prompts[id][0]
+        self._places.keep(request)
+        self._places.requeue(request, reason)
         self._meter.preempted()
-        self._say_waits(request)
+        self._reports.waits(request)
 
     def _end_overdue(self) -> None:
         if not self._line or self._clock() - self._looked_through < OVERDUE_S:
@@ -276,10 +277,6 @@ class Worker:
         for request in self._line.overdue():
             waited_s = self._clock() - request.waits_since
             self._end(request, State.FAILED, QueueFull(len(self._line), OVERDUE_RETRY_MS, waited_s=waited_s))
-
-    def _say_waits(self, request: Request) -> None:
-        if request.job.progress:
-            self._say(request, Progress("held", request.computed, len(request.job.prompt), request.reason))
 
     # -- prompts ------------------------------------------------------------------------------------------------------
 
@@ -343,31 +340,26 @@ class Worker:
         logits = at_once(len(group) * max(counts))
         with self._memory.turn(tokens=max(counts), context=longest, rows=len(group), logits=logits):
             rows = [row_start(request, prefill, vocab_size=vocab_size) for request, prefill in group]
-            first = self._batch.join(rows, stored)
+            first = self._places.batch.join(rows, stored)
         elapsed_s = self._clock() - began
         self._meter.prefilled(sum(counts), elapsed_s)
         self._prompts.joined(len(counts) * max(counts), elapsed_s)
         for request, _ in group:
             self._prefixes.joined(request)
-            self._report(request, len(request.job.prompt))
-            self._forget_prompt(request)
+            self._reports.computed(request, len(request.job.prompt))
+            self._places.forget_prompt(request)
             self._memory.joined(request)
             request.enter(State.DECODE)
-            self._rows[request.id] = request
+            self._places.rows[request.id] = request
         self._meter.joined(len(first))
         self._settle(first)
-        self._flush()  # nobody waits for the step to see a first token
+        self._reports.flush()  # nobody waits for the step to see a first token
 
     def _stored(self, request: Request, caches: Caches, position: int) -> None:
         """The request's tokens have been computed up to `position`."""
         self._prefixes.after_turn(request, caches, position)
         self._following.moved(request, computed=position, stored=self._prefixes.stored(request))
-        self._report(request, min(position, len(request.job.prompt)))
-
-    def _report(self, request: Request, computed: int) -> None:
-        request.computed = computed
-        if request.job.progress:
-            self._say(request, Progress("prefill", computed, len(request.job.prompt)))
+        self._reports.computed(request, min(position, len(request.job.prompt)))
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -376,14 +368,14 @@ class Worker:
         gone: list[str] = []
         short: list[Request] = []
         for row in tokens:
-            request = self._rows[row.id]
+            request = self._places.rows[row.id]
             self._meter.drew(request)
             deltas, reason = request.accept(row.token_id, logprob(row, request.job.logprobs, self._decoder))
             for delta in deltas:
-                self._say(request, delta)
+                self._reports.say(request, delta)
             failure = request.failure
             if failure is not None or reason is not None:
-                self._keep(request)
+                self._places.keep(request)
                 if failure is not None:
                     self._end(request, State.FAILED, failure)
                 elif reason is not None:
@@ -393,71 +385,41 @@ class Worker:
                 if not self._memory.grow(request):
                     short.append(request)
                 if self._prefixes.fills_a_block(request):
-                    self._prefixes.while_decoding(request, *self._batch.caches(row.id))
+                    self._prefixes.while_decoding(request, *self._places.batch.caches(row.id))
         if gone:
-            self._batch.remove(frozenset(gone))
+            self._places.batch.remove(frozenset(gone))
         for request in short:
             self._make_way_for(request)
 
     def _make_way_for(self, request: Request) -> None:
         """The answer grows, and there is no memory for that: whoever loses least leaves, it itself at the last."""
-        if self._memory.is_spent(request) and request.id in self._rows:
+        if self._memory.is_spent(request) and request.id in self._places.rows:
             self._preempt(request.id, SHORT_OF_MEMORY)
         elif not self._memory.somebody_leaves:
-            rows = [Row(each.id, self._line.defers(each)) for each in [*self._rows.values(), *self._prompts]]
+            rows = [Row(each.id, self._line.defers(each)) for each in [*self._places.rows.values(), *self._prompts]]
             self._preempt(makes_way(rows), SHORT_OF_MEMORY)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def _abort(self, command: Abort) -> None:
-        holders = (self._line.get, self._fetching.get, self._prompts.get, self._rows.get)
-        request = next((found for get in holders if (found := get(command.id)) is not None), None)
+        request = self._places.find(command.id)
         if request is None:
             return  # it ended before the command came
-        self._keep(request)
+        self._places.keep(request)
         self._end(request, State.CANCELLED, request.cancelled(command.reason))
-        self._batch.remove(frozenset({request.id}))
+        self._places.batch.remove(frozenset({request.id}))
 
     def _refuse(self, command: Refuse) -> None:
-        for request in self._live():
-            if request.id == command.id:
-                self._keep(request)
-                self._end(request, State.FAILED, command.error)
-                self._batch.remove(frozenset({request.id}))
-
-    def _keep(self, request: Request) -> None:
-        """Stores what a request that leaves has computed, so that whoever asks again gets further."""
-        if request.id in self._rows:
-            caches, lacking = self._batch.caches(request.id)
-            self._prefixes.leave(request, caches, request.length - lacking)
-        elif request.id in self._prompts:
-            prefill = self._prompts[request.id][1]
-            self._prefixes.leave(request, prefill.caches, prefill.done)
+        request = self._places.find(command.id)
+        if request is not None:
+            self._places.keep(request)
+            self._end(request, State.FAILED, command.error)
+            self._places.batch.remove(frozenset({request.id}))
 
     def _end(self, request: Request, state: State, event: Event) -> None:
         request.enter(state)
-        self._meter.ended(request, event)
-        self._has_news = True
-        self._say(request, event)
-        self._line.remove(request)
-        self._fetching.forget(request)
-        self._rows.pop(request.id, None)
-        self._forget_prompt(request)
-        self._prefixes.forget(request)
-        self._memory.leave(request)
-
-    def _leave(self, request: Request) -> None:
-        """Takes a request that goes on later out of its place."""
-        self._batch.remove(frozenset({request.id}))
-        self._fetching.forget(request)
-        self._rows.pop(request.id, None)
-        self._forget_prompt(request)
-        self._prefixes.forget(request)
-        self._memory.leave(request)
-
-    def _forget_prompt(self, request: Request) -> None:
-        self._prompts.forget(request)
-        self._following.stop(request)
+        self._reports.ended(request, event)
+        self._places.forget(request)
 
     def _recover(self, exc: Exception) -> str | None:
         """Fails the requests that the exception concerns; returns why the engine must end, if it must.
@@ -471,16 +433,11 @@ class Worker:
         concerned = [request for request in self._concerned if not request.ended]
         if isinstance(exc, RowFailed):
             reason = f"{type(exc.__cause__).__name__} in its own part of a step"
-            concerned = [request for request in self._placed() if request.id == exc.id]
+            concerned = [request for request in self._places.taken if request.id == exc.id]
         log.exception("a step of %s failed; it ends: %s", self._loaded.facts.name, [r.id for r in concerned] or "none")
         for request in concerned:
             self._end(request, State.FAILED, EngineFailed(request.job.model, reason))
-        self._batch = self._new_batch()
-        for request in reversed(list(self._rows.values())):
-            self._leave(request)
-            request.enter(State.HELD, "the batch is rebuilt")
-            request.enter(State.QUEUED, "the batch is rebuilt")
-            self._line.put_first(request)
+        self._places.rebuild()
         self._concerned = ()
         if not concerned or self._failures >= MAX_FAILURES or isinstance(exc, InvariantError):
             return f"{reason}, {self._failures} times in a row"
@@ -490,7 +447,7 @@ class Worker:
         for command in self._inbox.take(wait=False):
             if isinstance(command, Submit):
                 self._line.add(Request(command.job, self._decoder, self._clock))
-        for request in self._live():
+        for request in self._places.live:
             if failure is not None:
                 self._end(request, State.FAILED, EngineFailed(request.job.model, failure))
             elif self._closing is not None and self._closing.why == "shutdown":
@@ -502,7 +459,7 @@ class Worker:
         """Drops the model and everything computed with it; says what came free, or who still has the model."""
         before, accounted = mx.get_active_memory(), self._loaded.facts.weight_bytes + self._memory.held_bytes
         model = weakref.ref(self._loaded.model)
-        del self._batch, self._loaded, self._prefixes, self._fetching, self._prompts
+        del self._places, self._loaded, self._prefixes, self._fetching, self._prompts
         gc.collect()
         mx.clear_cache()
         self._memory.close()
@@ -513,29 +470,7 @@ class Worker:
             freed = accounted if remains is None else min(freed, accounted)
         return Closed(failure, freed, remains)
 
-    # -- small things -------------------------------------------------------------------------------------------------
-
-    def _new_batch(self) -> Batch:
-        kind = MergedBatch if self.merges_rows else InterleavedBatch
-        return kind(self._loaded.model, last_apart=self._prefixes.only_at_checkpoints)
-
-    def _say(self, request: Request, event: Event) -> None:
-        self._events.append((request.id, event))
-
-    def _flush(self) -> None:
-        if self._events:
-            events, self._events = self._events, []
-            self._emit(events)
-
     def _publish(self, *, now: bool = False) -> None:
-        began = self._clock()
-        due = self._has_news or began - self._published >= SNAPSHOT_S
-        if not now and (not due or began < self._publish_from):
-            return
-        self._has_news = False
-        self.metrics = self._meter.read()
         if self._loaded.cache is not None and self._prefixes.cache is None:
-            self.uncached = "its cache was inconsistent; loading the model again brings it back"
-        self.requests = tuple(request.info() for request in self._live())
-        self._published = self._clock()
-        self._publish_from = self._published + SNAPSHOT_PAUSE * (self._published - began)
+            self._uncached = "its cache was inconsistent; loading the model again brings it back"
+        self._reports.publish(lambda: self._places.live, now=now)

@@ -1,0 +1,97 @@
+"""Where each live request is: in the line, on its way from disk, a prompt under way, or a row of the batch.
+
+Owned by the engine thread. Holds the rows and their batch, finds requests wherever they are, and takes them out of
+their places, with what they have computed kept for whoever asks again.
+"""
+
+from __future__ import annotations
+
+from mlx.nn.layers.base import Module
+
+from omlxd.engine.batch import Batch, InterleavedBatch, MergedBatch
+from omlxd.engine.fetching import Fetching
+from omlxd.engine.following import Following
+from omlxd.engine.line import Line
+from omlxd.engine.memory import WorkMemory
+from omlxd.engine.prefill import mergeable, new_caches
+from omlxd.engine.prefixes import Prefixes
+from omlxd.engine.prompts import Prompts
+from omlxd.engine.request import Request, State
+
+
+class Places:
+    """One model's live requests. `rows` are those that decode, in the order they joined the `batch`."""
+
+    def __init__(
+        self,
+        model: Module,
+        line: Line,
+        fetching: Fetching,
+        prompts: Prompts,
+        following: Following,
+        prefixes: Prefixes,
+        memory: WorkMemory,
+    ) -> None:
+        self._model = model
+        self._line = line
+        self._fetching = fetching
+        self._prompts = prompts
+        self._following = following
+        self._prefixes = prefixes
+        self._memory = memory
+        self._merges_rows = mergeable(new_caches(model))
+        self.rows: dict[str, Request] = {}
+        self.batch: Batch = self._new_batch()
+
+    @property
+    def taken(self) -> list[Request]:
+        """Those who have one of the rows, as a prompt or decoding."""
+        return [*self._prompts, *self.rows.values()]
+
+    @property
+    def live(self) -> list[Request]:
+        return [*self._line, *self._fetching.requests, *self.taken]
+
+    def find(self, id: str) -> Request | None:
+        holders = (self._line.get, self._fetching.get, self._prompts.get, self.rows.get)
+        return next((found for get in holders if (found := get(id)) is not None), None)
+
+    def keep(self, request: Request) -> None:
+        """Stores what a request that leaves has computed, so that whoever asks again gets further."""
+        if request.id in self.rows:
+            caches, lacking = self.batch.caches(request.id)
+            self._prefixes.leave(request, caches, request.length - lacking)
+        elif request.id in self._prompts:
+            prefill = self._prompts[request.id][1]
+            self._prefixes.leave(request, prefill.caches, prefill.done)
+
+    def forget(self, request: Request) -> None:
+        """Takes a request out of its place. Its row stays in the batch until that is told, too."""
+        self._line.remove(request)
+        self._fetching.forget(request)
+        self.rows.pop(request.id, None)
+        self.forget_prompt(request)
+        self._prefixes.forget(request)
+        self._memory.leave(request)
+
+    def forget_prompt(self, request: Request) -> None:
+        self._prompts.forget(request)
+        self._following.stop(request)
+
+    def requeue(self, request: Request, reason: str) -> None:
+        """Takes a request out of its place and back into the line, ahead of its kind: it goes on later."""
+        self.batch.remove(frozenset({request.id}))
+        self.forget(request)
+        request.enter(State.HELD, reason)
+        request.enter(State.QUEUED, reason)
+        self._line.put_first(request)
+
+    def rebuild(self) -> None:
+        """Makes the batch anew; its rows come back from the line."""
+        self.batch = self._new_batch()
+        for request in reversed(list(self.rows.values())):
+            self.requeue(request, "the batch is rebuilt")
+
+    def _new_batch(self) -> Batch:
+        kind = MergedBatch if self._merges_rows else InterleavedBatch
+        return kind(self._model, last_apart=self._prefixes.only_at_checkpoints)
