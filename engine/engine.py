@@ -40,7 +40,6 @@ from omlxd.engine.pictures import Pictures
 from omlxd.engine.preparing import Prepared, Preparer
 from omlxd.engine.prompt import text_of
 from omlxd.engine.reporting import Events
-from omlxd.engine.reporting import Events
 from omlxd.engine.request import Clock
 from omlxd.engine.scheduler import SchedulerLimits
 from omlxd.engine.stream import EventStream
