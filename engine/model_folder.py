@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Literal
 
 from omlxd.engine import architectures
-from omlxd.engine.weights import BadWeights, is_lfs_pointer, tensor_names
+from omlxd.engine.weights import UNREADABLE, BadWeights, is_lfs_pointer, tensor_types
 
 Kind = Literal["text", "vision"]
 
 WEIGHTS = "model*.safetensors"
+_INDEX = "model.safetensors.index.json"
 _MARKS = ("config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS)
 # Any one of these sets is enough for transformers to build a tokenizer.
 _TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("tiktoken.model",), ("vocab.json", "merges.txt"))
@@ -75,7 +76,7 @@ def examine(path: Path, *, allow_remote_code: bool) -> Findings:
         _check_consent(remote_code, allowed=allow_remote_code)
         _check_config(config, has_own_class="model_file" in config)
         _check_tokenizer(path)
-        _check_weights(path)
+        _check_weights(path, kind)
     except _Broken as broken:
         return Findings(kind, size_bytes, remote_code, broken.defect)
     except OSError as error:
@@ -169,22 +170,39 @@ def _looks_whole(file: Path) -> bool:
         return head.lstrip().startswith(b"{") and stream.read().rstrip().endswith(b"}")
 
 
-def _check_weights(path: Path) -> None:
-    files = sorted(path.glob(WEIGHTS))
+def _check_weights(path: Path, kind: Kind) -> None:
+    files = _weight_files(path, kind)
     if not files:
         reason, hint = f"there are no weights: no {WEIGHTS}", "convert the model with mlx_lm.convert, or pull it again"
         raise _Broken(Defect(reason, hint))
     try:
-        stored = frozenset[str]().union(*(tensor_names(file) for file in files))
+        tensors = {file: tensor_types(file) for file in files}
     except BadWeights as error:
         raise _Broken(Defect(str(error))) from None
-    if (path / "model.safetensors.index.json").exists():
-        _check_index(path, stored)
+    for file, types in tensors.items():
+        _check_types(file, types)
+    if (path / _INDEX).exists():
+        _check_index(path, frozenset[str]().union(*tensors.values()))
+
+
+def _weight_files(path: Path, kind: Kind) -> list[Path]:
+    """What will be loaded: where there is no index, mlx-vlm takes files of other names besides."""
+    files = set(path.glob(WEIGHTS))
+    if files and kind == "vision" and not (path / _INDEX).exists():
+        files |= {file for file in path.glob("[!.]*.safetensors") if not file.name.endswith("consolidated.safetensors")}
+    return sorted(files)
+
+
+def _check_types(file: Path, types: Mapping[str, str]) -> None:
+    for tensor, dtype in types.items():
+        if dtype in UNREADABLE:
+            reason = f"{file.name} has it in {tensor!r} and mlx cannot read it; use a version of the model made for MLX"
+            raise _Broken(Defect(reason, what=f"data type {dtype}"))
 
 
 def _check_index(path: Path, stored: frozenset[str]) -> None:
     """An index may be older than the files; only a tensor that no file holds is a fault."""
-    shards = _mapping(_json_object(path / "model.safetensors.index.json").get("weight_map"))
+    shards = _mapping(_json_object(path / _INDEX).get("weight_map"))
     if missing := sorted(name for name in shards if name not in stored):
         shard = shards[missing[0]]
         raise _Broken(Defect(f"{len(missing)} tensors are missing, the first would be in {shard}"))

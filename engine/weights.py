@@ -39,6 +39,9 @@ _BITS = {
     "F64": 64,
     "C64": 64,
 }
+# What mlx does not read. mlx-vlm would write other types into the files' headers for a moment, and a model's files are
+# its owner's: whoever loads asks here first.
+UNREADABLE = frozenset({"F4", "F6_E2M3", "F6_E3M2", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F64"})
 
 
 class BadWeights(Exception):
@@ -51,16 +54,20 @@ def is_lfs_pointer(path: Path) -> bool:
         return file.read(len(_LFS_MARK)) == _LFS_MARK
 
 
-def tensor_names(path: Path) -> frozenset[str]:
-    """The tensors of a safetensors file that is whole. Raises BadWeights, or OSError if it cannot be read."""
+def tensor_types(path: Path) -> dict[str, str]:
+    """The tensors of a safetensors file that is whole, with their data types.
+
+    Raises BadWeights, or OSError if it cannot be read.
+    """
     size = path.stat().st_size
     header, data_bytes = _header(path, size)
     header.pop("__metadata__", None)
-    end = max((_end(path, name, entry) for name, entry in header.items()), default=0)
+    tensors = {name: _checked(path, name, entry) for name, entry in header.items()}
+    end = max((end for _, end in tensors.values()), default=0)
     if end > data_bytes:
         missing = end - data_bytes
         raise BadWeights(f"{path.name} is cut: {missing} of {size + missing} bytes are missing")
-    return frozenset(header)
+    return {name: dtype for name, (dtype, _) in tensors.items()}
 
 
 def _header(path: Path, size: int) -> tuple[dict[str, object], int]:
@@ -85,13 +92,13 @@ def _header(path: Path, size: int) -> tuple[dict[str, object], int]:
     return header, size - _LENGTH_BYTES - length
 
 
-def _end(path: Path, name: str, entry: object) -> int:
-    """Where a tensor's bytes end, once its entry has been found to agree with itself."""
+def _checked(path: Path, name: str, entry: object) -> tuple[str, int]:
+    """A tensor's data type and where its bytes end, once its entry has been found to agree with itself."""
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(end)]}:
             sizes = [n for n in shape if type(n) is int and n >= 0]
             if len(sizes) == len(shape) and _holds(dtype, math.prod(sizes), start, end):
-                return end
+                return dtype, end
     raise BadWeights(f"{path.name} has a damaged header: the entry of {name!r} contradicts itself")
 
 

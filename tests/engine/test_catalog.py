@@ -6,12 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
-from omlxd.engine import architectures
+from omlxd.engine import architectures, weights
 from omlxd.engine.api import ModelLoadFailed, ModelNotFound, Unsupported
 from omlxd.engine.catalog import Catalog, CatalogEntry, Root
-from tests import models
+from tests import models, vision_models
 
 
 @pytest.fixture(scope="session")
@@ -200,6 +201,38 @@ def test_a_missing_shard_is_named(tmp_path, add):
     index = {"weight_map": {"a.weight": "model-00002-of-00002.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "model-00002-of-00002.safetensors" in scan(tmp_path)["m"].error
+
+
+def header_of(dtype: str, bits: int) -> bytes:
+    """A safetensors file with one tensor of eight zeros."""
+    header = json.dumps({"a": {"dtype": dtype, "shape": [8], "data_offsets": [0, bits]}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(bits)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), weights._BITS.items())
+def test_a_data_type_that_mlx_cannot_read_is_unsupported_by_name(tmp_path, add, dtype, bits):
+    """And no other, so that nothing makes mlx-vlm write another type into the header of somebody's file."""
+    file = add(tmp_path / "m") / "model.safetensors"
+    file.write_bytes(header_of(dtype, bits))
+    try:
+        mx.load(str(file))
+        reads = True
+    except RuntimeError:
+        reads = False
+    assert (scan(tmp_path)["m"].error is None) is reads
+    if not reads:
+        with pytest.raises(Unsupported, match=f"data type {dtype} is not supported: model.safetensors has it in 'a'"):
+            scan(tmp_path)["m"].check()
+
+
+def test_a_vision_models_weights_by_other_names_are_looked_at_too(tmp_path):
+    path = vision_models.write("llava", tmp_path / "m")
+    (path / "consolidated.safetensors").write_bytes(header_of("F64", 64))
+    assert scan(tmp_path)["m"].error is None
+    (path / "vision.safetensors").write_bytes(header_of("F64", 64))
+    assert "data type F64: vision.safetensors has it" in scan(tmp_path)["m"].error
+    (path / "vision.safetensors").write_bytes(header_of("F8_E8M0", 8))
+    assert scan(tmp_path)["m"].error is None
 
 
 def test_sidecar_files_of_macos_are_neither_weights_nor_counted(tmp_path, add):

@@ -20,11 +20,12 @@ import numpy as np
 import pytest
 from mlx.nn.layers.base import Module
 from mlx_lm.generate import PromptProcessingBatch
-from mlx_vlm.utils import prepare_inputs
+from mlx_vlm.utils import SAFETENSORS_DTYPE_FALLBACKS, prepare_inputs
 
 from omlxd.engine.api import LoadOptions, Unsupported
 from omlxd.engine.catalog import Catalog, Root
 from omlxd.engine.loader import load as load_model
+from omlxd.engine.weights import UNREADABLE
 from tests.models import WINDOW
 from tests.vision_models import DEEP, FAMILIES, Message, Seeing, cold_run, ids_of, inputs_of, load, picture, user, write
 
@@ -299,3 +300,9 @@ def test_a_family_whose_features_go_into_further_layers_is_refused_at_load(tmp_p
     (entry,) = Catalog([Root(folder)]).scan()
     with pytest.raises(Unsupported, match="deepstack_visual_embeds, visual_pos_masks, which is not passed on yet"):
         load_model(entry, LoadOptions(), progress=lambda _: None)
+
+
+def test_mlx_vlm_writes_into_headers_for_no_type_but_one_that_mlx_reads() -> None:
+    """It is read before that (tests/engine/test_catalog.py loads a file of every type), so no file is opened to write."""
+    assert SAFETENSORS_DTYPE_FALLBACKS.keys() == {"F8_E8M0"}
+    assert "F8_E8M0" not in UNREADABLE
