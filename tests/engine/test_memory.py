@@ -396,6 +396,23 @@ def test_an_answer_that_cannot_grow_for_others_sake_waits_and_then_ends_with_a_t
     asyncio.run(main())
 
 
+def test_a_wait_is_in_vain_only_from_when_nobody_is_left_who_could_end() -> None:
+    """Who has waited for long while others ran has its time when they have ended, whatever the orders still say."""
+    now = [0.0]
+    guard = under(1 << 40, admits=False)
+    memory = WorkMemory("m", guard, weighed(loaded("llama")).costs, lambda: now[0], merges_rows=False)
+    other, waiting = guard.ledger.hold("other", "kv", STEP), request(100, 100)
+    assert not memory.admit(waiting)
+    now[0] = 100.0
+    assert memory.lost_patience(waiting) is None
+    other.release()
+    now[0] += PATIENCE_S - 1
+    assert memory.lost_patience(waiting) is None
+    guard.limits = limits(1 << 40)
+    assert memory.admit(waiting)
+    assert memory.lost_patience(waiting) is None
+
+
 def test_an_answer_may_grow_up_to_the_hard_mark_and_has_others_make_room_first() -> None:
     asked: list[int] = []
     guard = under(4 * STEP)
