@@ -76,6 +76,8 @@ class Writer:
             raise CacheInvariantError(f"a checkpoint at {position} was asked of caches that stand elsewhere")
         path: list[Block] = []
         specs = self._specs(tokens[:position], media)
+        if not self._layout.sliceable:
+            since = 0  # what was published had no blocks; they are no more than token ids
         try:
             self._publish(path, specs, caches, position, since)
             return self._attach(path, specs, caches)

@@ -93,6 +93,8 @@ class Restarts(RuleBasedStateMachine):
         self.is_spoilt = True
         path, other = files[pick % len(files)], files[(pick + 1) % len(files)]
         data = path.read_bytes()
+        if not data and how in ("flip", "cut"):
+            return  # it was cut to nothing before
         if how == "flip":
             at = pick % len(data)
             path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
