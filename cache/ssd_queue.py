@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sized
 from dataclasses import dataclass
 from itertools import islice
 
@@ -59,7 +59,7 @@ class WriteQueue:
                 self._jobs[name] = Job(model, offer)
                 self._bytes += offer.nbytes
                 self._missed.pop(name, None)
-                self._changed.notify()
+                self._wake(self._jobs)
             else:
                 self._miss(name)
         if there is not None:
@@ -167,7 +167,12 @@ class WriteQueue:
     def _miss(self, name: tuple[bytes, Name]) -> None:
         if len(self._missed) < MOST_MISSED:
             self._missed[name] = None
-        self._changed.notify()
+            self._wake(self._missed)
+
+    def _wake(self, waiting: Sized) -> None:
+        """The first that waits wakes the writer; it knows of the others, and its rest between two writes is its own."""
+        if len(waiting) == 1:
+            self._changed.notify()
 
     def note_missed(self, identity: bytes, names: Iterable[Name]) -> None:
         with self._changed:

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 RETRY_S = (2.0, 5.0, 15.0, 60.0)  # after a failure; the last one for good
 # Between two writes it rests so many times as long as the last one took: digesting and writing take a processor and
 # memory's bandwidth from those who decode. What the queue then has no room for is asked for again later.
-REST = 3.0
+REST = 12.0
 REFILL = 16  # records asked for again at once: errands wait for so many
 SETTLE_S = 0.5  # how long uses gather before they are written down
 
