@@ -64,6 +64,7 @@ def test_models_are_found_one_and_two_folders_deep_and_at_the_root_itself(tmp_pa
 
 
 def test_a_hub_model_is_listed_once_under_its_repository_name(tmp_path, add):
+    """ML-07."""
     snapshot = as_hub(add(tmp_path / "m"), tmp_path / "hub" / "models--org--m")
     shutil.copytree(snapshot, snapshot.parent / "older", symlinks=True)
     entry = scan(tmp_path / "hub")["org/m"]
@@ -96,6 +97,7 @@ def test_a_model_seen_through_two_roots_is_listed_once(tmp_path, add):
 
 
 def test_two_models_of_one_name_get_names_that_do_not_depend_on_the_order_of_roots(tmp_path, add):
+    """ML-09."""
     first, second = add(tmp_path / "r1" / "m"), add(tmp_path / "r2" / "m")
     for roots in ([tmp_path / "r1", tmp_path / "r2"], [tmp_path / "r2", tmp_path / "r1"]):
         assert {name: entry.path for name, entry in scan(*roots).items()} == {"m@r1": first, "m@r2": second}
@@ -123,6 +125,7 @@ def test_a_model_is_resolved_by_name_by_short_name_and_by_path(tmp_path, add):
 
 
 def test_an_ambiguous_short_name_is_refused_with_both_names(tmp_path, add):
+    """ML-09."""
     add(tmp_path / "r1" / "x" / "m")
     add(tmp_path / "r2" / "y" / "m")
     with pytest.raises(ModelNotFound, match="x/m or y/m") as refused:
@@ -186,6 +189,7 @@ BROKEN_WEIGHTS = {
 
 @pytest.mark.parametrize("fault", BROKEN_WEIGHTS)
 def test_damaged_weights_are_found_from_the_header_and_named(tmp_path, add, fault):
+    """ML-01."""
     damage, reason = BROKEN_WEIGHTS[fault]
     damage(add(tmp_path / "bad") / "model.safetensors")
     add(tmp_path / "good")
@@ -236,6 +240,7 @@ def test_a_vision_models_weights_by_other_names_are_looked_at_too(tmp_path):
 
 
 def test_sidecar_files_of_macos_are_neither_weights_nor_counted(tmp_path, add):
+    """ML-03."""
     model = add(tmp_path / "m")
     before = scan(tmp_path)["m"].size_bytes
     for name in ("._model.safetensors", "._config.json", "._tokenizer.json"):
@@ -266,6 +271,7 @@ BROKEN_FILES = {
 
 @pytest.mark.parametrize("fault", BROKEN_FILES)
 def test_a_missing_or_broken_small_file_is_a_reason_and_other_models_stay(tmp_path, add, fault):
+    """ML-17."""
     damage, reason = BROKEN_FILES[fault]
     damage(add(tmp_path / "bad"))
     add(tmp_path / "good")
@@ -283,6 +289,7 @@ def test_a_folder_without_any_tokenizer_file_is_still_listed(tmp_path, add):
 
 
 def test_an_unknown_architecture_is_unsupported_by_name_and_hides_no_other(tmp_path, add):
+    """ML-05."""
     for name in ("a", "b", "c"):
         add(tmp_path / name)
     edit(tmp_path / "b" / "config.json", model_type="nosuch_arch")

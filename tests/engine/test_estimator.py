@@ -137,6 +137,7 @@ COST = KvCost([LeafCost(row_bytes=256)])
 
 
 def test_a_freak_reading_is_forgotten_after_five_small_prompts() -> None:
+    """MM-05."""
     estimator = TurnEstimator(WIDE, COST)
     real = turn_bytes(WIDE, COST, 20, 20)
     estimator.took(30 * turn_bytes(WIDE, COST, 2000, 2000), tokens=2000, context=2000)

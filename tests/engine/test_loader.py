@@ -145,6 +145,7 @@ BROKEN += ['{"temperature": Infinity, "top_k": Infinity, "top_p": NaN}', f'{{"te
 
 @pytest.mark.parametrize("text", BROKEN, ids=range(len(BROKEN)))
 def test_a_broken_generation_config_only_warns(folder, text, caplog):
+    """ML-17."""
     (folder / "generation_config.json").write_text(text)
     with caplog.at_level(logging.WARNING):
         loaded = load_folder(folder)
@@ -203,11 +204,13 @@ def test_a_template_in_its_own_file_is_used(folder):
 
 
 def test_a_template_in_its_own_file_goes_before_that_of_tokenizer_config(folder):
+    """ML-13."""
     (folder / "chat_template.jinja").write_text("own file")
     assert load_folder(folder).tokenizer.apply_chat_template(TURN, tokenize=False) == "own file"
 
 
 def test_a_model_without_a_template_loads_and_says_so(folder):
+    """ML-13."""
     edit(folder / "tokenizer_config.json", chat_template=None)
     loaded = load_folder(folder)
     assert not loaded.facts.has_chat_template
@@ -290,6 +293,7 @@ def evil(folder: Path, tmp_path: Path) -> tuple[Path, Path]:
     ],
 )
 def test_code_in_the_folder_does_not_run_without_consent(evil, file, key, value):
+    """ML-11."""
     folder, marker = evil
     edit(folder / file, **{key: value})
     assert "allow_remote_code" in fails(folder).message
