@@ -77,6 +77,7 @@ def under(soft: int, **orders: Any) -> MemoryGuard:
 
 def test_what_can_never_fit_is_refused_with_its_numbers_before_any_forward_pass() -> None:
     """MM-07."""
+
     async def main() -> None:
         model = Watched()
         async with engine(loaded("llama", model), under(10 * STEP)) as running:

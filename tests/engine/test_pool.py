@@ -147,6 +147,7 @@ def states(running: Pool) -> dict[str, str]:
 
 def test_ten_first_requests_share_one_load() -> None:
     """PL-03."""
+
     async def main() -> None:
         backend = FakeBackend()
         async with pool(backend) as running:
