@@ -303,6 +303,6 @@ def test_a_family_whose_features_go_into_further_layers_is_refused_at_load(tmp_p
 
 
 def test_mlx_vlm_writes_into_headers_for_no_type_but_one_that_mlx_reads() -> None:
-    """It is read before that (tests/engine/test_catalog.py loads a file of every type), so no file is opened to write."""
+    """It is read before that, so no file is opened to write: test_catalog.py loads a file of every type."""
     assert SAFETENSORS_DTYPE_FALLBACKS.keys() == {"F8_E8M0"}
     assert "F8_E8M0" not in UNREADABLE

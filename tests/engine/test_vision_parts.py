@@ -97,7 +97,9 @@ def test_a_picture_has_the_tensors_that_it_has_alone(family):
 
 def test_a_rows_shift_stays_with_its_row():
     batch = RowShift.merge([RowShift([-3]), RowShift([0]), RowShift([-7])])
+    assert batch.rows.tolist() == [[-3], [0], [-7]]
     batch.filter([0, 2])
+    assert batch.rows.tolist() == [[-3], [-7]]
     batch.extend(RowShift([5]))
     assert batch.rows.tolist() == [[-3], [-7], [5]]
     assert batch.extract(1).rows.tolist() == [[-7]]
