@@ -12,7 +12,7 @@ from dataclasses import dataclass
 # Turns smaller than this cost more in starting them than they compute.
 MIN_TURN_TOKENS = 8
 # Turns are sized for this share of the time allowed: they are decided on, and what they computed is stored, in it too.
-AIM = 0.9
+AIM = 0.85
 # The first turn of a model, before any rate has been measured.
 FIRST_TURN_TOKENS = 64
 
