@@ -38,11 +38,12 @@ def main() -> int:
     if unknown:
         parser.error(f"no measure {', '.join(unknown)}; there are {', '.join(MEASURES)}")
     began = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+    commit = machine.commit()  # now: a commit that is made meanwhile is not what was measured
     groups = {name: run(name, under=shlex.split(given.under), quick=given.quick) for name in names}
     results = {
         "schema": SCHEMA,
         "date": began.isoformat(),
-        "commit": machine.commit(),
+        "commit": commit,
         "machine": machine.describe(),
         "quick": given.quick,
         "failed": [name for name, figures in groups.items() if figures is None],

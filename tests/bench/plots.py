@@ -1,4 +1,4 @@
-"""Small plots as SVG text: bars of ratios against their targets, and lines over a logarithmic axis.
+"""Small plots as SVG text: bars of figures against their targets, and lines over a logarithmic axis.
 
 Writes strings, knows figures, needs nothing installed. Colours are chosen for light and dark pages alike.
 """
@@ -11,30 +11,31 @@ from html import escape
 
 from tests.bench.figures import Figure
 
-WIDTH = 720
+WIDTH = 860
 _INK, _FAINT, _GOOD, _BAD = "#6e7781", "#d0d7de", "#2da44e", "#cf222e"
 _LINES = ("#0969da", "#bf8700", "#8250df", "#1a7f37")
 
 
 def bars(title: str, figures: Sequence[Figure]) -> str:
-    """One bar per figure: its ratio, and a mark where its target is. Green clears the mark, red does not."""
-    row, left, top = 24, 330, 40
-    longest = max(max(figure.judged, figure.target or 0.0) for figure in figures)
-    scale = (WIDTH - left - 70) / longest
+    """One bar per figure with a target: what it is judged by, as a share of the target, which is the line at 1."""
+    row, left, top = 24, 420, 40
+    shares = [figure.judged / (figure.target or 1.0) for figure in figures]
+    scale = (WIDTH - left - 130) / max(1.0, *shares)
     parts = []
-    for index, figure in enumerate(figures):
+    for index, (figure, share) in enumerate(zip(figures, shares, strict=True)):
         y = top + row * index
-        length = max(figure.judged * scale, 1.0)
-        colour = _BAD if figure.met is False else _GOOD if figure.met else _INK
+        length = max(share * scale, 1.0)
         parts.append(_text(left - 8, y + 12, figure.title, anchor="end"))
+        colour = _GOOD if figure.met else _BAD
         parts.append(f'<rect x="{left}" y="{y}" width="{length:.1f}" height="16" fill="{colour}" rx="2"/>')
-        parts.append(_text(left + length + 6, y + 12, f"{figure.judged:.3g}"))
-        if figure.target is not None:
-            x = left + figure.target * scale
-            parts.append(
-                f'<line x1="{x:.1f}" y1="{y - 3}" x2="{x:.1f}" y2="{y + 19}" stroke="{_INK}" stroke-width="2"/>'
-            )
-    return _svg(title, top + row * len(figures) + 10, parts)
+        parts.append(_text(left + max(length, scale) + 6, y + 12, f"{figure.judged:.3g} ({_sign(figure)})"))
+    x, bottom = left + scale, top + row * len(figures)
+    parts.append(f'<line x1="{x:.1f}" y1="{top - 6}" x2="{x:.1f}" y2="{bottom}" stroke="{_INK}" stroke-width="2"/>')
+    return _svg(title, bottom + 10, parts)
+
+
+def _sign(figure: Figure) -> str:
+    return f"{'≤' if figure.better == 'lower' else '≥'} {figure.target:g}"
 
 
 def lines(title: str, unit: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> str:

@@ -31,13 +31,15 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> None:
 
 def _head(results: Mapping[str, Any]) -> list[str]:
     machine = results["machine"]
+    commit, _, changes = results["commit"].partition("+")
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     blas = "OpenBLAS on one thread" if machine["openblas"] else "the BLAS that mlx brings"
     lines = [
         "# Benchmarks: the latest run",
         "",
-        f"{results['date'][:10]}, commit `{results['commit'][:12]}`. {machine['processor']}, {machine['cores']} cores,"
-        f" {machine['system']}; {blas}; Python {machine['python']}, {versions}.",
+        f"{results['date'][:10]}, commit `{commit[:12]}`{' and changes' * bool(changes)}."
+        f" {machine['processor']}, {machine['cores']} cores, {machine['system']}; {blas};"
+        f" Python {machine['python']}, {versions}.",
         "",
         "Made by `make bench`; [benchmarks.md](../benchmarks.md) says what is measured and how. Each value is the"
         " median of its repeats, ± half the distance between their quartiles; a ratio compares two things measured in"
