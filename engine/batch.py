@@ -63,6 +63,10 @@ class Batch(Protocol):
         """Takes rows out; their memory goes with them."""
         ...
 
+    def close(self) -> None:
+        """Takes every row out, in whatever state a failure has left them."""
+        ...
+
 
 @dataclass(slots=True)
 class _Entering:
@@ -170,6 +174,9 @@ class MergedBatch:
         self._running.filter(keep)
         self._sampler.keep(keep)
 
+    def close(self) -> None:
+        self._running, self._entering, self._sampler = None, None, BatchSampler()
+
 
 def _row(batch: GenerationBatch | PromptProcessingBatch, id: str) -> Caches:
     index = batch.uids.index(id)
@@ -228,3 +235,7 @@ class InterleavedBatch:
         for id in ids & self._rows.keys():
             self._rows.pop(id).close()
             del self._caches[id]
+
+    def close(self) -> None:
+        # Here and now: mlx-lm's generators can be ended by the thread that began them alone.
+        self.remove(frozenset(self._rows))

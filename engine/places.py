@@ -6,6 +6,8 @@ their places, with what they have computed kept for whoever asks again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mlx.nn.layers.base import Module
 
 from omlxd.engine.batch import Batch, InterleavedBatch, MergedBatch
@@ -86,10 +88,15 @@ class Places:
         request.enter(State.QUEUED, reason)
         self._line.put_first(request)
 
-    def rebuild(self) -> None:
-        """Makes the batch anew; its rows come back from the line."""
+    def rebuild(self, joining: Sequence[Request] = ()) -> None:
+        """Makes the batch anew; its rows come back from the line.
+
+        So do those that were joining it: nobody knows how far their caches have been computed.
+        """
+        self.batch.close()
         self.batch = self._new_batch()
-        for request in reversed(list(self.rows.values())):
+        lost = [*self.rows.values(), *(request for request in joining if request.id in self._prompts)]
+        for request in reversed(lost):
             self.requeue(request, "the batch is rebuilt")
 
     def _new_batch(self) -> Batch:

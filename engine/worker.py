@@ -437,7 +437,7 @@ class Worker:
         log.exception("a step of %s failed; it ends: %s", self._loaded.facts.name, [r.id for r in concerned] or "none")
         for request in concerned:
             self._end(request, State.FAILED, EngineFailed(request.job.model, reason))
-        self._places.rebuild()
+        self._places.rebuild(joining=[request for request in self._concerned if not request.ended])
         self._concerned = ()
         if not concerned or self._failures >= MAX_FAILURES or isinstance(exc, InvariantError):
             return f"{reason}, {self._failures} times in a row"

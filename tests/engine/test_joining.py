@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import threading
+from typing import Any, cast
 
+import mlx.core as mx
 import pytest
 
+from omlxd.engine.api import EngineFailed, GenerationResult
 from omlxd.engine.batch import InterleavedBatch, MergedBatch
 from omlxd.engine.joining import ONE_PASS_TOKENS, RowStart
 from omlxd.engine.prefill import new_caches
@@ -113,3 +116,39 @@ def test_what_an_answer_of_one_token_computed_is_kept() -> None:
             assert_is_the_cold_run(model.model, longer)
 
     asyncio.run(main())
+
+
+class WatchedInTurns(Watched):
+    """One whose rows cannot be merged: each has a cache of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(build("llama4"))
+
+    def make_cache(self) -> Any:
+        return self.inner.make_cache()
+
+
+@pytest.mark.parametrize("kind", [Watched, WatchedInTurns])
+def test_a_row_that_fails_at_its_first_token_leaves_those_that_join_with_it_alone(kind: type[Watched]) -> None:
+    model = kind()
+    entered, released = threading.Event(), threading.Event()
+
+    def hold(tokens: mx.array) -> None:
+        entered.set()
+        released.wait()
+
+    async def main() -> GenerationResult:
+        async with engine(loaded("watched", model)) as running:
+            model.before = hold
+            ahead = Running(running, job([3, 4], 30))
+            await asyncio.to_thread(entered.wait)
+            fine = Running(running, job([7, 8, 9, 10, 11], 8))  # joins first: it has the fewer tokens left
+            broken = SamplingSettings(seed=0, presence_penalty=cast("float", "no number"))
+            doomed = Running(running, job([5] * 6, 8, sampling=broken))
+            released.set()
+            with pytest.raises(EngineFailed):
+                await doomed.result()
+            assert_is_the_cold_run(model.inner, await ahead.result())
+            return await fine.result()
+
+    assert_is_the_cold_run(model.inner, asyncio.run(main()))
