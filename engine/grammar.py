@@ -102,6 +102,8 @@ class Matching:
             return self._vocabulary.ends
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         mask = np.unpackbits(bits, count=self._vocabulary.size, bitorder="little").view(np.bool_)
+        if (mask & self._vocabulary.ends).any() and not self._matcher.is_accepting():
+            mask = mask & ~self._vocabulary.ends  # such as a line break that a model has among its end tokens
         if self._blank_run < MAX_BLANK_RUN:
             return mask
         for narrower in (mask & self._vocabulary.quotes, mask & ~self._vocabulary.blanks):

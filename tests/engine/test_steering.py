@@ -8,6 +8,7 @@ import re
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,15 @@ def test_a_model_that_prefers_blanks_comes_to_an_end(others: dict[str, float]) -
     assert json.loads(result.text)["a"].isspace()
     assert result.finish_reason == "stop"
     assert max(len(run) for run in re.findall(r"\s+", result.text)) <= max(MAX_BLANKS, MAX_BLANK_RUN)
+
+
+def test_an_end_token_that_is_text_too_is_not_said_where_the_answer_may_not_end() -> None:
+    model = speaker("qwen3", ["{\n"])
+    (line_break,) = tokenizer("qwen3").encode("\n", add_special_tokens=False)
+    ends = model.facts.eos_token_ids | {line_break}
+    result = answer(replace(model, facts=replace(model.facts, eos_token_ids=ends)), chat(response_format=AS_JSON))
+    assert result.finish_reason == "stop"
+    assert set(json.loads(result.text)) == {"a"}
 
 
 def test_a_truncated_answer_says_length() -> None:
