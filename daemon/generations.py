@@ -153,7 +153,7 @@ class _Live:
         except TimeoutError:
             waited_s = time.monotonic() - self._arrived
             self.stream.deliver(QueueFull(1, RETRY_MS, waited_s=waited_s))
-        except Exception as exc:
+        except Exception as exc:  # the top of this task: whatever went wrong, the client has an answer to wait for
             log.exception("request %s failed before it reached its engine", self.id)
             self.stream.deliver(EngineFailed(self._request.model, type(exc).__name__))
 

@@ -224,7 +224,7 @@ class InterleavedBatch:
         for id, row in self._rows.items():
             try:
                 tokens.append(RowToken(id, *next(row)))
-            except Exception as exc:
+            except Exception as exc:  # a row with a cache of its own fails alone, whatever the model raised
                 raise RowFailed(id) from exc
         return tokens
 

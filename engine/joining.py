@@ -146,7 +146,7 @@ def named(row: RowStart) -> list[LogitsProcessor]:
         def call(tokens: mx.array, logits: mx.array) -> mx.array:
             try:
                 return processor(tokens, logits)
-            except Exception as exc:
+            except Exception as exc:  # whatever it raises is the fault of this row and no other's
                 raise RowFailed(row.id) from exc
 
         return call

@@ -79,7 +79,7 @@ def _function(method: Method) -> Callable[[Call], Awaitable[Any]]:
             return _error(of_cancelled(cancelled, None))
         except OmlxError as failure:
             return _error(of_failure(failure))
-        except Exception:
+        except Exception:  # a handler's bug is told by a number that stands in the log, and is this call's alone
             report = secrets.token_hex(4)
             log.exception("internal error %s in %s", report, method.name)
             return _error(internal_error(report))
