@@ -76,8 +76,7 @@ class Room:
                 lambda done: done.cancelled() or done.exception()
             )  # it stays: then it is asked again
             self._leaving[victim.entry.name] = task
-        # A load that comes to its end has a model that can be asked to leave.
-        return victim is not None or any(each.state == "LOADING" for each in self._slots() if each is not wanting)
+        return victim is not None or any(_reads(each) for each in self._slots() if each is not wanting)
 
     async def _one_left(self) -> None:
         await asyncio.wait(self._leaving.values(), timeout=LOOK_AGAIN_S, return_when=asyncio.FIRST_COMPLETED)
@@ -95,6 +94,14 @@ class Room:
 
 def _oldest(slots: Iterable[Slot]) -> Slot | None:
     return min(slots, key=lambda slot: slot.last_used or slot.loaded_at or -math.inf, default=None)
+
+
+def _reads(slot: Slot) -> bool:
+    """Whether it has its room and loads: then there is a model that can be asked to leave, soon.
+
+    One that waits for room has nothing to give; two of these would keep each other waiting.
+    """
+    return slot.state == "LOADING" and slot.memory is not None
 
 
 def _now() -> float:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from omlxd.engine import room
 from omlxd.engine.api import (
     Cancelled,
     EngineFailed,
@@ -134,6 +135,23 @@ def test_a_pinned_model_stays_and_the_refusal_names_it() -> None:
             await s.pool.pin("a", pinned=False)
             await use(s.pool, "b")
             assert states(s.pool) == {"b": "READY"}
+
+    asyncio.run(main())
+
+
+def test_loads_that_wait_in_vain_do_not_keep_each_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "PATIENCE_S", 0.1)
+
+    async def main() -> None:
+        async with room_for(1) as s:
+            taken = s.guard.reserve("another", "kv", WEIGHTS)
+            assert taken is not None
+            ends = await asyncio.wait_for(
+                asyncio.gather(*(use(s.pool, name) for name in ("a", "b")), return_exceptions=True), 30
+            )
+            assert [type(end) for end in ends] == [MemoryExceeded, MemoryExceeded]
+            taken.release()
+            await use(s.pool, "a")
 
     asyncio.run(main())
 
