@@ -60,7 +60,7 @@ class MlxBackend:
         images: ImagePolicy | None = None,
         feature_bytes: int = 0,
     ) -> None:
-        """`feature_bytes` are what each vision model may keep of pictures that it has seen."""
+        """`feature_bytes` may be kept of what each model has seen, and as much again of what it was given for it."""
         self._limits = limits
         self._guard = guard or MemoryGuard()
         self._wired_limit_bytes = wired_limit_bytes
@@ -93,7 +93,14 @@ class MlxBackend:
     def start(self, loaded: LoadedModel) -> Engine:
         from omlxd.engine.engine import Engine
 
-        return Engine(loaded, self._limits, threads=self._threads, guard=self._guard, pictures=self.pictures)
+        return Engine(
+            loaded,
+            self._limits,
+            threads=self._threads,
+            guard=self._guard,
+            pictures=self.pictures,
+            picture_bytes=self._feature_bytes,
+        )
 
     def close(self) -> None:
         """Lets the engine threads go, once every engine has ended."""

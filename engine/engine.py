@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -47,7 +47,7 @@ from omlxd.engine.worker import Worker
 
 if TYPE_CHECKING:
     from omlxd.engine.images import Picture
-    from omlxd.engine.vision_inputs import PictureInput
+    from omlxd.engine.vision_inputs import Apart, PictureInput
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -67,11 +67,13 @@ class Engine:
         guard: MemoryGuard | None = None,
         threads: ThreadPoolExecutor | None = None,
         pictures: Pictures | None = None,
+        picture_bytes: int = 0,
     ) -> None:
         """Takes `loaded` over: whoever made it must drop it, or the model outlives its engine.
 
         `guard` is shared by all engines; without one there is no limit. So are `threads`: one of them is this engine's
-        until it closes and then free for another's, because mlx keeps a stream's own thread for ever.
+        until it closes and then free for another's, because mlx keeps a stream's own thread for ever. `picture_bytes`
+        may be kept of what the processor makes of pictures.
         """
         self.facts: ModelFacts = loaded.facts
         self.store = loaded.store
@@ -80,10 +82,13 @@ class Engine:
         # One thread: a tokenizer is used by one prompt at a time, and a long one holds up neither loop nor engine.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix=f"tokenizer-{loaded.facts.name}")
         self._preparer = Preparer(loaded.tokenizer, loaded.facts, loaded.sight)
+        self._sight = loaded.sight
+        # Another one, for a large photograph takes a processor a second, and texts need not wait for it.
+        self._processing = ThreadPoolExecutor(1, thread_name_prefix=f"processor-{loaded.facts.name}")
         # Read before a prompt is prepared, on threads of their own; a model that sees none refuses them unread.
         self._pictures = pictures if loaded.sight is not None else None
         guard = guard or MemoryGuard()
-        self._tensors = PictureTensors(loaded.facts.name, guard.ledger)
+        self._tensors = PictureTensors(loaded.facts.name, guard.ledger, picture_bytes)
         self._limits = limits
         self._loop = asyncio.get_running_loop()
         self._inbox = Inbox()
@@ -91,7 +96,7 @@ class Engine:
         self._asked: set[Future[Any]] = set()
         self._mean_s: float | None = None
         self.closed: asyncio.Future[Closed] = self._loop.create_future()
-        self._worker = Worker(loaded, limits, self._inbox, self._emit, clock, guard)
+        self._worker = Worker(loaded, limits, self._inbox, self._emit, clock, guard, self._short)
         self.merges_rows = self._worker.merges_rows
         threads = threads if threads is not None else ThreadPoolExecutor(1, thread_name_prefix="engine")
         threads.submit(self._main)
@@ -114,7 +119,8 @@ class Engine:
     async def token_ids(self, prompt: Prompt) -> Sequence[int]:
         """The prompt as the model reads it. Raises InvalidParams, Unsupported."""
         async with self._shown(prompt) as pictures:
-            return await self._tokenize(self._preparer.token_ids, prompt, pictures)
+            apart = await self._apart(pictures)
+            return await self._tokenize(self._preparer.token_ids, prompt, pictures, apart)
 
     def _shown(self, prompt: Prompt) -> AbstractAsyncContextManager[Sequence[Picture]]:
         """The pictures that a conversation shows. Raises InvalidParams, Unsupported, MemoryExceeded."""
@@ -129,7 +135,26 @@ class Engine:
     async def prepare(self, request: GenerateRequest) -> Prepared:
         """A request's prompt and how its answer is read. Raises InvalidParams, Unsupported."""
         async with self._shown(request.prompt) as pictures:
-            return await self._tokenize(self._preparer.prepare, request, pictures)
+            apart = await self._apart(pictures)
+            return await self._tokenize(self._preparer.prepare, request, pictures, apart)
+
+    async def _apart(self, pictures: Sequence[Picture]) -> Mapping[bytes, Apart]:
+        """What the processor makes of each picture, or has made; nothing if it must see whole prompts."""
+        if self._sight is None or self._sight.mark is None:
+            return {}
+        made: dict[bytes, Apart] = {}
+        for picture in pictures:
+            apart = made.get(picture.digest) or self._tensors.kept(picture.digest)
+            if apart is None:
+                apart = await self._on(self._processing, self._sight.apart, picture)
+                apart = self._tensors.keep(picture.digest, apart)
+            made[picture.digest] = apart
+        return made
+
+    def _short(self) -> None:
+        """Memory is short. On the engine thread."""
+        if self._tensors.kept_bytes:
+            self._loop.call_soon_threadsafe(self._tensors.drop_kept)
 
     def holding(self, pictures: Sequence[PictureInput]) -> AbstractContextManager[None]:
         """Has a prepared request's pictures in the ledger until it has ended."""
@@ -140,10 +165,14 @@ class Engine:
         return await self._tokenize(text_of, ids, self._tokenizer, self.facts)
 
     async def _tokenize(self, work: Callable[..., T], *args: Any) -> T:
-        """Runs `work` on the tokenizer thread. Who waits for it is told when the engine ends first."""
+        """Runs `work` on the tokenizer thread."""
+        return await self._on(self._tokenizing, work, *args)
+
+    async def _on(self, thread: ThreadPoolExecutor, work: Callable[..., T], *args: Any) -> T:
+        """Runs `work` on a thread of this engine's. Who waits for it is told when the engine ends first."""
         if self.closed.done():
             raise self._gone()
-        task = self._loop.run_in_executor(self._tokenizing, functools.partial(work, *args))
+        task = self._loop.run_in_executor(thread, functools.partial(work, *args))
         try:
             either: list[asyncio.Future[Any]] = [task, self.closed]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -247,3 +276,5 @@ class Engine:
             if not asked.done():
                 asked.set_exception(EngineFailed(self.facts.name, closed.failure or "the engine has ended"))
         self._tokenizing.shutdown(wait=False)
+        self._processing.shutdown(wait=False)
+        self._tensors.drop_kept()

@@ -90,8 +90,16 @@ class Features(Protocol):
 class PictureMemory:
     """The bytes of one engine's pictures. Without a tower there are none."""
 
-    def __init__(self, name: str, ledger: Ledger, tower: Tower | None, features: Features | None = None) -> None:
-        """`features` are what is kept of pictures that have been seen."""
+    def __init__(
+        self,
+        name: str,
+        ledger: Ledger,
+        tower: Tower | None,
+        features: Features | None = None,
+        short: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`features` are what is kept of pictures that have been seen; `short` has others let go of theirs, soon."""
+        self._short = short
         self._name = name
         self._features = features
         self._ledger = ledger
@@ -123,7 +131,8 @@ class PictureMemory:
             held.release()
 
     def make_room(self) -> bool:
-        """Memory is short: lets go of what is kept for pictures that may come again. False if that is nothing."""
+        """Memory is short: lets go of what is kept for pictures that may come again. False if nothing goes at once."""
+        self._short()
         if self._features is None or not self._features.nbytes:
             return False
         self._features.shrink(0)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, TypeAlias
 
 from omlxd.engine import prompt as prompts
 from omlxd.engine.answer import PLAIN, Form
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     from omlxd.engine.images import Picture
-    from omlxd.engine.vision_inputs import PictureInput, Sight
+    from omlxd.engine.vision_inputs import Apart, PictureInput, Sight
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,9 @@ class Prepared:
     pictures: Sequence[PictureInput] = ()
 
 
+Aparts: TypeAlias = "Mapping[bytes, Apart]"  # pictures by their digests
+
+
 class Preparer:
     """Prepares one model's requests."""
 
@@ -64,14 +68,16 @@ class Preparer:
     def _courses(self) -> Courses:
         return Courses(self._tokenizer, self._facts, self._conventions)
 
-    def prepare(self, request: GenerateRequest, pictures: Sequence[Picture] = ()) -> Prepared:
-        """`pictures` are all that the conversation shows, in order.
+    def prepare(
+        self, request: GenerateRequest, pictures: Sequence[Picture] = (), apart: Aparts = MappingProxyType({})
+    ) -> Prepared:
+        """`pictures` are all that the conversation shows, in order, and `apart` what the processor made of each alone.
 
         Raises InvalidGrammar, InvalidParams and Unsupported for what this model cannot be asked.
         """
         prompt = request.prompt
         if isinstance(prompt, ChatPrompt):
-            prepared = self._chat(request, prompt, pictures)
+            prepared = self._chat(request, prompt, pictures, apart)
         else:
             prepared = self._completion(request)
         added = self._conventions.added_ids
@@ -92,24 +98,31 @@ class Preparer:
         ids = prompts.token_ids(prompt, self._tokenizer, self._facts)
         return Prepared(prompt, ids, form, course=self._courses.of_text(request, form))
 
-    def token_ids(self, prompt: Prompt, pictures: Sequence[Picture] = ()) -> Sequence[int]:
+    def token_ids(
+        self, prompt: Prompt, pictures: Sequence[Picture] = (), apart: Aparts = MappingProxyType({})
+    ) -> Sequence[int]:
         """The prompt as the model reads it, without what a request would check. Raises InvalidParams, Unsupported."""
         if not isinstance(prompt, ChatPrompt):
             return prompts.token_ids(prompt, self._tokenizer, self._facts)
-        return self._ids(prompt, prompts.chat_text(prompt, self._tokenizer, self._facts), pictures)[0]
+        return self._ids(prompt, prompts.chat_text(prompt, self._tokenizer, self._facts), pictures, apart)[0]
 
     def _ids(
-        self, prompt: ChatPrompt, text: str, pictures: Sequence[Picture]
+        self, prompt: ChatPrompt, text: str, pictures: Sequence[Picture], apart: Aparts
     ) -> tuple[Sequence[int], Sequence[PictureInput]]:
         """A rendered conversation's token ids, and the pictures with the tokens that stand for them."""
         if self._sight is None:
             return prompts.rendered_ids(text, self._tokenizer), ()
         self._sight.check_text(texts_of(prompt.messages))
         if not pictures:
-            return prompts.rendered_ids(text, self._tokenizer, begins=self._sight.begins(text)), ()
-        return self._sight.token_ids(text, pictures)
+            return self._encoded(text, self._sight.begins(text)), ()
+        return self._sight.prompt(text, pictures, apart, self._encoded)
 
-    def _chat(self, request: GenerateRequest, prompt: ChatPrompt, pictures: Sequence[Picture]) -> Prepared:
+    def _encoded(self, text: str, begins: bool) -> list[int]:
+        return prompts.rendered_ids(text, self._tokenizer, begins=begins)
+
+    def _chat(
+        self, request: GenerateRequest, prompt: ChatPrompt, pictures: Sequence[Picture], apart: Aparts
+    ) -> Prepared:
         conventions = self._conventions
         self._check(request, prompt)
         prompt = prompts.with_thinking(prompt, request.thinking, self._tokenizer)
@@ -125,7 +138,7 @@ class Preparer:
             begun=prompts.prefilled(prompt.messages),
         )
         course = self._courses.of_chat(request, prompt, form, text)
-        ids, inputs = self._ids(prompt, text, pictures)
+        ids, inputs = self._ids(prompt, text, pictures, apart)
         return Prepared(prompt, ids, form, course=course, pictures=inputs)
 
     def _check(self, request: GenerateRequest, prompt: ChatPrompt) -> None:

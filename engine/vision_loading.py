@@ -9,7 +9,10 @@ object, is refused with that reason: the engine computes many requests on one mo
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,12 +21,23 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_vlm.utils import load_model, load_processor
 from PIL import Image
 
-from omlxd.engine.api import Unsupported
+from omlxd.engine.api import InvalidParams, Unsupported
 from omlxd.engine.catalog import CatalogEntry
 from omlxd.engine.images import Picture
 from omlxd.engine.picture_memory import Tower, tower_of
-from omlxd.engine.prompt import TEMPLATE_FAILURES
-from omlxd.engine.vision_inputs import GRID, PIXELS, ByGrid, ByPicture, ByTiles, PictureInput, Share, Sight, processed
+from omlxd.engine.prompt import TEMPLATE_FAILURES, rendered_ids
+from omlxd.engine.vision_inputs import (
+    GRID,
+    PIXELS,
+    ByGrid,
+    ByPicture,
+    ByTiles,
+    Encode,
+    PictureInput,
+    Share,
+    Sight,
+    processed,
+)
 from omlxd.engine.vision_model import RowShift, VisionModel
 
 # Of what mlx-vlm returns for a prompt, what the engine passes on. Its generator hands Gemma 3's mask to a language
@@ -31,6 +45,10 @@ from omlxd.engine.vision_model import RowShift, VisionModel
 _PASSED_ON: Final = frozenset({"inputs_embeds", "position_ids", "rope_deltas"})
 _NOT_LOOKED_AT: Final[Mapping[str, frozenset[str]]] = {"gemma3": frozenset({"attention_mask_4d"})}
 _PROBES: Final = ((64, 64), (96, 64))  # pictures' sizes
+# What stands before and behind each of them: all that might run together with what is written for one, on both sides.
+_NEIGHBOURS: Final = (("", "", "", ""), (" ", "\n", "\n\n", "x"), ("x", " ", "\n", "\n\n"))
+
+log = logging.getLogger(__name__)
 
 
 def vision_model(folder: Path) -> VisionModel:
@@ -65,6 +83,7 @@ def sight_of(entry: CatalogEntry, folder: Path, model: VisionModel, tokenizer: T
     token_id = _picture_token(model)
     sight = Sight(
         processor=processor,
+        decode=partial(processor.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         share=_share(model, processor, one, two, images),
         token_id=token_id,
         # Texts that the processor would take for a picture: its token, and what the template writes for one.
@@ -73,9 +92,46 @@ def sight_of(entry: CatalogEntry, folder: Path, model: VisionModel, tokenizer: T
         bos=tokenizer.bos_token,
         bos_id=tokenizer.bos_token_id,
     )
-    ids, inputs = sight.token_ids(two, [Picture(bytes(32), image) for image in images])
+    pictures = [Picture(bytes([n]) * 32, image) for n, image in enumerate(images)]
+    sight = replace(sight, mark=_mark(sight, tokenizer, written, two, pictures))
+    apart = {} if sight.mark is None else {picture.digest: sight.apart(picture) for picture in pictures}
+    ids, inputs = sight.prompt(two, pictures, apart, partial(_encoded, tokenizer))
     _check_run(model, ids, inputs)
     return sight
+
+
+def _mark(
+    sight: Sight, tokenizer: TokenizerWrapper, written: Iterable[str], two: str, pictures: Sequence[Picture]
+) -> str | None:
+    """What the processor replaces for each picture, of the texts that a template has `written`."""
+    encode = partial(_encoded, tokenizer)
+    for mark in sorted(written):
+        if two.count(mark) == len(pictures) and _stands_for_one(replace(sight, mark=mark), mark, encode, two, pictures):
+            return mark
+    log.info("%s sees whole prompts, with every picture anew", type(sight.processor).__name__)
+    return None
+
+
+def _stands_for_one(sight: Sight, mark: str, encode: Encode, two: str, pictures: Sequence[Picture]) -> bool:
+    """Whether prompts come out as the processor's own with what it writes for each alone in the mark's place."""
+    whole = replace(sight, mark=None)
+    try:
+        apart = {picture.digest: sight.apart(picture) for picture in pictures}
+        return all(each.num_tokens for each in apart.values()) and all(
+            sight.prompt(text, pictures, apart, encode)[0] == whole.prompt(text, pictures, {}, encode)[0]
+            for text in _with_neighbours(two.split(mark), mark)
+        )
+    except InvalidParams:
+        return False  # it is not for a picture
+
+
+def _encoded(tokenizer: TokenizerWrapper, text: str, begins: bool) -> list[int]:
+    return rendered_ids(text, tokenizer, begins=begins)
+
+
+def _with_neighbours(around: Sequence[str], mark: str) -> list[str]:
+    first, between, last = around
+    return [f"{first}{a}{mark}{b}{between}{c}{mark}{d}{last}" for a, b, c, d in _NEIGHBOURS]
 
 
 def _rendered(tokenizer: TokenizerWrapper, pictures: int) -> str:

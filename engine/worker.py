@@ -12,7 +12,7 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
@@ -69,6 +69,7 @@ class Worker:
         emit: Emit,
         clock: Clock = time.monotonic,
         guard: MemoryGuard | None = None,
+        short: Callable[[], object] = lambda: None,
     ) -> None:
         self._loaded = loaded
         self._decoder = direct(loaded.tokenizer)
@@ -81,7 +82,7 @@ class Worker:
         name, guard = loaded.facts.name, guard or MemoryGuard()
         tower = loaded.sight.tower if loaded.sight is not None else None
         self._pictures = PictureMemory(
-            name, guard.ledger, tower, loaded.prefills.features if loaded.prefills is not None else None
+            name, guard.ledger, tower, loaded.prefills.features if loaded.prefills is not None else None, short
         )
         self._memory = WorkMemory(
             name, guard, loaded.costs, clock, merges_rows=self.merges_rows, pictures=self._pictures

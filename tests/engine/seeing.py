@@ -92,7 +92,8 @@ def chat(model: LoadedModel, turns: Sequence[Turn], max_tokens: int = 8, **chang
         logprobs=20,
     )
     pictures = [Picture(digest_of(image), image) for turn in turns for image in turn.images]
-    prepared = Preparer(model.tokenizer, model.facts, model.sight).prepare(request, pictures)
+    apart = {each.digest: model.sight.apart(each) for each in pictures} if model.sight and model.sight.mark else {}
+    prepared = Preparer(model.tokenizer, model.facts, model.sight).prepare(request, pictures, apart)
     job = make_job(request, prepared, model.facts, id=f"v{next(_ids)}", arrived=time.monotonic())
     return replace(job, **changes)
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 import pytest
 
-from omlxd.engine.api import Cancelled, EngineFailed, InvalidParams, MemoryExceeded
+from omlxd.engine.api import Cancelled, ChatPrompt, EngineFailed, GenerateRequest, InvalidParams, MemoryExceeded
 from omlxd.engine.engine import Engine
 from omlxd.engine.guard import MemoryGuard
+from omlxd.engine.image_policy import ImagePolicy
 from omlxd.engine.inbox import Close, Preempt
+from omlxd.engine.pictures import Pictures
 from omlxd.engine.prefill import new_caches
 from omlxd.engine.scheduler import SchedulerLimits
 from omlxd.engine.vision_prefill import FeatureCache, PicturePrefills
@@ -21,6 +25,7 @@ from tests.cache.shelves import open_store, shelved
 from tests.engine.running import Running, engine
 from tests.engine.seeing import answers, ask, assert_is_mlx_vlms, cached, chat, loaded, says
 from tests.engine.test_guard import limits
+from tests.engine.test_pictures import TEXT, showing
 from tests.vision_models import FAMILIES, picture
 
 if TYPE_CHECKING:
@@ -364,5 +369,85 @@ def test_what_is_kept_of_pictures_makes_way_for_a_request_that_needs_its_room():
             guard.limits = limits(kept + int(str(caught.value.fields["needed_bytes"])) - 1)
             await ask(running, model, [says(TALL, "?")])
             assert features.nbytes < kept
+
+    run(main)
+
+
+# The processor
+
+
+class Gate:
+    """A processor that says when it works, and goes on when it may."""
+
+    def __init__(self, processor):
+        self._processor = processor
+        self.began, self.may = threading.Event(), threading.Event()
+        self.calls = 0
+
+    def __call__(self, **given):
+        self.calls += 1
+        self.began.set()
+        assert self.may.wait(30)
+        return self._processor(**given)
+
+
+def gated(family):
+    model = cached(family)
+    assert model.sight is not None
+    gate = Gate(model.sight.processor)
+    return replace(model, sight=replace(model.sight, processor=gate)), gate
+
+
+@asynccontextmanager
+async def reading(model, **more):
+    """An engine that reads pictures, too."""
+    guard = MemoryGuard()
+    pictures = Pictures(ImagePolicy(), guard)
+    running = Engine(model, SchedulerLimits(), guard=guard, pictures=pictures, **more)
+    try:
+        yield running, guard
+    finally:
+        running.close(Close("unloaded"))
+        await asyncio.wait_for(running.closed, 30)
+        pictures.close()
+        assert guard.ledger.total() == 0
+
+
+def asks(*messages):
+    return GenerateRequest("m", ChatPrompt([*messages]))
+
+
+def test_a_text_is_not_kept_waiting_by_a_picture_that_is_processed():
+    model, gate = gated("qwen2_vl")
+
+    async def main():
+        async with reading(model) as (running, _):
+            slow = asyncio.create_task(running.prepare(asks(showing(WIDE))))
+            await asyncio.to_thread(gate.began.wait, 30)
+            assert (await running.prepare(asks(TEXT))).token_ids
+            assert not slow.done()
+            gate.may.set()
+            assert len((await slow).pictures) == 1
+
+    run(main)
+
+
+def test_a_conversations_earlier_pictures_are_not_processed_again():
+    model, gate = gated("qwen2_vl")
+    gate.may.set()
+
+    async def main():
+        async with reading(model, picture_bytes=1 << 20) as (running, guard):
+            first = await running.prepare(asks(showing(WIDE)))
+            kept = guard.ledger.held(["pictures"])
+            assert kept == sum(each.nbytes for each in first.pictures)
+            second = await running.prepare(asks(showing(WIDE), TEXT, showing(TALL, WIDE)))
+            assert gate.calls == 2
+            assert second.pictures[0].tensors is second.pictures[2].tensors is first.pictures[0].tensors
+            running._short()  # as the engine thread does when memory is short
+            await asyncio.sleep(0)
+            assert guard.ledger.held(["pictures"]) == 0
+            await running.prepare(asks(showing(WIDE)))
+            assert gate.calls == 3
 
     run(main)

@@ -14,6 +14,7 @@ from omlxd.cache.keys import MediaSpan
 from omlxd.engine.api import LoadOptions, ModelLoadFailed, Unsupported
 from omlxd.engine.catalog import Catalog, Root
 from omlxd.engine.following import Following
+from omlxd.engine.images import Picture
 from omlxd.engine.ledger import Ledger
 from omlxd.engine.loader import load
 from omlxd.engine.messages import PartsStyle, conversation, parts_style, texts_of
@@ -21,7 +22,7 @@ from omlxd.engine.picture_memory import PictureMemory, Tower, tower_of
 from omlxd.engine.prefill import new_caches
 from omlxd.engine.request import Request
 from omlxd.engine.vision_inputs import ByGrid, ByPicture, PictureInput, Processed
-from omlxd.engine.vision_loading import _check_run
+from omlxd.engine.vision_loading import _check_run, _mark
 from omlxd.engine.vision_model import RowShift
 from omlxd.engine.vision_prefill import FeatureCache, PicturePrefill
 from tests import vision_models
@@ -82,14 +83,36 @@ def test_pictures_in_patches_are_told_apart_by_their_grids():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_picture_has_the_tensors_that_it_has_alone(family):
-    """Told apart from another one, or by itself: the same span's length, the same numbers."""
+    """Told apart from others in a whole prompt, or processed by itself: the same tokens, the same numbers."""
     model = loaded(family)
-    _, second = chat(model, [says(TALL, "and", WIDE, "?")]).pictures
-    (alone,) = chat(model, [says(WIDE, "?")]).pictures
-    assert second.span.digest == alone.span.digest
-    assert second.span.stop - second.span.start == alone.span.stop - alone.span.start
-    assert second.tensors.keys() == alone.tensors.keys()
-    assert all(np.array_equal(second.tensors[name], alone.tensors[name]) for name in alone.tensors)
+    assert model.sight is not None
+    assert model.sight.mark is not None
+    together = replace(model, sight=replace(model.sight, mark=None))
+    turns = [says(TALL, "\n and ", WIDE, "\n\n?"), answers("No."), says("\n", TALL, " x")]
+    asked, alone = chat(together, turns), chat(model, turns)
+    assert asked.prompt == alone.prompt
+    for one, other in zip(asked.pictures, alone.pictures, strict=True):
+        assert one.span == other.span
+        assert one.tensors.keys() == other.tensors.keys()
+        assert all(np.array_equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
+
+
+def test_a_processor_that_writes_otherwise_about_several_pictures_sees_whole_prompts(tmp_path):
+    """Here it numbers them."""
+    model = loaded("llava")
+    assert model.sight is not None
+    plain = model.sight.processor
+
+    def numbering(*, text, images):
+        parts = text[0].split("<image>")
+        written = "".join(f"{part}{n}<image>" for n, part in enumerate(parts[:-1])) + parts[-1]
+        return plain(text=[written], images=images)
+
+    numbered = replace(model.sight, processor=numbering, mark=None)
+    pictures = [Picture(bytes([n]), picture(n, (64, 64))) for n in range(2)]
+    two = "<image> and <image> x"
+    assert _mark(replace(numbered, processor=plain), model.tokenizer, ["<image>"], two, pictures) == "<image>"
+    assert _mark(numbered, model.tokenizer, ["<image>"], two, pictures) is None
 
 
 # Rows' positions
