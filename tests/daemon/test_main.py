@@ -17,6 +17,7 @@ from omlxd.daemon.listener import publish
 from omlxd.daemon.lock import InstanceLock
 from omlxd.rpc.client import Client, DaemonUnreachable
 from tests.daemon.process import OMLXD, environment, ping, refused, started, stopped
+from tests.models import write
 
 
 def test_it_tells_its_version_and_its_exit_codes(home: Path):
@@ -92,6 +93,18 @@ def test_it_answers_stops_when_told_and_leaves_no_socket(home: Path, number: sig
     log = (home / "logs" / "omlxd.log").read_text()
     assert re.search(rf"INFO omlxd\.daemon\.main: omlxd \S+, pid {daemon.pid}, home {home}", log)
     assert log.endswith("stopped\n")
+
+
+def test_a_model_that_loads_brings_no_word_to_the_terminal_but_the_logs(home: Path):
+    write("llama", home / "models" / "tiny")
+    with started(home) as daemon:
+        with Client.connect(str(home / "omlxd.sock")) as client:
+            client.call("models.load", {"model": "tiny"})
+        assert stopped(daemon) == 0
+        assert daemon.stderr is not None
+        said = daemon.stderr.read().splitlines()
+    assert any("loaded tiny" in line for line in said)
+    assert [line for line in said if not re.match(r"\d{4}-\d\d-\d\d \S+ [A-Z]+ omlxd\.", line)] == []
 
 
 def test_a_signal_before_the_loop_runs_is_a_stop_too(home: Path):
