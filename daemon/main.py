@@ -52,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     os.umask(0o077)
     open_files.allow_many()
     faulthandler.enable()
-    # transformers is here for its tokenizers; that it finds no PyTorch is meant so, and no news for a terminal.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # transformers is here for its tokenizers: that it finds no PyTorch is no news. mlx-lm sets this as well, too late.
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop_early)
     try:

@@ -97,7 +97,7 @@ def test_it_answers_stops_when_told_and_leaves_no_socket(home: Path, number: sig
 
 def test_a_model_that_loads_brings_no_word_to_the_terminal_but_the_logs(home: Path):
     write("llama", home / "models" / "tiny")
-    with started(home) as daemon:
+    with started(home, TRANSFORMERS_NO_ADVISORY_WARNINGS="") as daemon:  # importing mlx-lm has set it for the tests
         with Client.connect(str(home / "omlxd.sock")) as client:
             client.call("models.load", {"model": "tiny"})
         assert stopped(daemon) == 0
