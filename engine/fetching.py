@@ -10,6 +10,7 @@ long. Then its request goes back to the line, and what has come is what it begin
 from __future__ import annotations
 
 import sqlite3
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
@@ -131,7 +132,7 @@ class Fetching:
             return False
         fetch = _Fetch(request, restoration, self._store, first, self._clock())
         self._fetches[request.id] = fetch
-        self._tell(self._store.plan(standing), fetch, self._planned)
+        self._tell(self._store.plan(standing), fetch, Fetching._planned)
         return True
 
     def over(self) -> list[Request]:
@@ -174,21 +175,30 @@ class Fetching:
 
     # -- on the way ---------------------------------------------------------------------------------------------------
 
-    def _tell(self, future: Future[T], fetch: _Fetch, came: Callable[[_Fetch, T], None]) -> None:
-        """Has `came` called on the engine thread with what the future gives, if the fetch still is under way then."""
+    def _tell(self, future: Future[T], fetch: _Fetch, came: Callable[[Fetching, _Fetch, T], None]) -> None:
+        """Has `came` called on the engine thread with what the future gives, if the fetch still is under way then.
+
+        What waits for the disk does not hold the engine, and with it the model: that may be unloaded meanwhile.
+        """
+        here, deliver = weakref.ref(self), self._deliver
 
         def arrived() -> None:
-            if self._fetches.get(fetch.request.id) is not fetch:
-                return
-            fetch.moved_at = self._clock()
-            try:
-                result = future.result()
-            except (CacheError, OSError, sqlite3.Error, CancelledError):
-                self._end(fetch)  # counted where it happened; here it is a miss
-                return
-            came(fetch, result)
+            fetching = here()
+            if fetching is not None:
+                fetching._arrived(future, fetch, came)
 
-        future.add_done_callback(lambda _: self._deliver(arrived))
+        future.add_done_callback(lambda _: deliver(arrived))
+
+    def _arrived(self, future: Future[T], fetch: _Fetch, came: Callable[[Fetching, _Fetch, T], None]) -> None:
+        if self._fetches.get(fetch.request.id) is not fetch:
+            return
+        fetch.moved_at = self._clock()
+        try:
+            result = future.result()
+        except (CacheError, OSError, sqlite3.Error, CancelledError):
+            self._end(fetch)  # counted where it happened; here it is a miss
+            return
+        came(self, fetch, result)
 
     def _planned(self, fetch: _Fetch, plan: Plan) -> None:
         fetch.steps = plan.steps
@@ -202,9 +212,9 @@ class Fetching:
         for index in range(fetch.next, min(fetch.next + AHEAD, len(fetch.steps))):
             if index not in fetch.asked:
                 future = fetch.asked[index] = fetch.store.read(fetch.steps[index])
-                self._tell(future, fetch, partial(self._came, index))
+                self._tell(future, fetch, partial(Fetching._came, index=index))
 
-    def _came(self, index: int, fetch: _Fetch, record: Record) -> None:
+    def _came(self, fetch: _Fetch, record: Record, *, index: int) -> None:
         fetch.come[index] = record
         while fetch.next in fetch.come:
             if not self._take(fetch, fetch.steps[fetch.next], fetch.come.pop(fetch.next)):

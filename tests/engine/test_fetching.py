@@ -12,10 +12,13 @@ import pytest
 from omlxd.cache.disk import Disk
 from omlxd.cache.hot import HotTier
 from omlxd.engine.api import Cancelled
+from omlxd.engine.engine import Engine
 from omlxd.engine.fetching import SILENT_S, Fetching, Lender
 from omlxd.engine.guard import MemoryGuard
+from omlxd.engine.inbox import Close
 from omlxd.engine.prefixes import Prefixes
 from omlxd.engine.request import Request
+from omlxd.engine.scheduler import SchedulerLimits
 from tests.cache.running import prompt
 from tests.cache.shelves import of_model, open_store
 from tests.engine.running import Running, assert_is_the_cold_run, engine, job, loaded, tokenizer
@@ -114,6 +117,23 @@ async def test_a_request_can_be_cancelled_while_its_prefix_is_read(tmp_path):
         again = await Running(running, job(tokens)).result()
     store.close(30)
     assert_is_the_cold_run(model, again)
+
+
+async def test_a_read_that_is_under_way_does_not_keep_an_unloaded_model(tmp_path):
+    tokens = prompt(100)
+    await stored(tmp_path, "llama", build("llama"), tokens)
+    disk = SlowDisk()
+    store = open_store(tmp_path, disk=disk)
+    running = Engine(with_store(store, "llama", build("llama")), SchedulerLimits(), Clock())
+    reader = Running(running, job(tokens))
+    await asyncio.to_thread(disk.reading.wait, 60)
+    running.close(Close("unloaded"))
+    closed = await asyncio.wait_for(running.closed, 30)
+    disk.go_on.set()
+    store.close(30)
+    with pytest.raises(Cancelled):
+        await reader.result()
+    assert closed.remains is None
 
 
 async def test_a_silent_disk_is_not_waited_for(tmp_path):
