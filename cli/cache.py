@@ -57,7 +57,7 @@ class Cache:
             help="show what the caches did and hold, the tree of what is stored, why a prompt would hit or miss;"
             " compute and keep one; read every file on disk; drop what is stored",
         )
-        parser.add_argument("words", nargs="*", metavar="MODEL PROMPT", help=_WORDS_HELP)
+        parser.add_argument("words", nargs="*", default=[], metavar="MODEL PROMPT", help=_WORDS_HELP)
         add_prompt_flags(parser)
         parser.add_argument("--limit", type=int, metavar="N", help="how many nodes inspect shows (default: 100)")
         parser.add_argument("--session", metavar="NAME", help="inspect shows what this session holds")

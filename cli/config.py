@@ -28,7 +28,7 @@ class Config:
         parser.add_argument(
             "action", choices=list(_ARGUMENTS), help="show all, get or set one, or print the file's path"
         )
-        parser.add_argument("words", nargs="*", metavar="KEY [VALUE]", help="a key such as models.default")
+        parser.add_argument("words", nargs="*", default=[], metavar="KEY [VALUE]", help="a key such as models.default")
 
     def run(self, context: Context, given: argparse.Namespace) -> int:
         if len(given.words) != _ARGUMENTS[given.action]:

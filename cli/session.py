@@ -35,7 +35,9 @@ class Session:
             choices=list(_WORDS),
             help="compute a prompt and hold it under a name, show the names, forget one, write one to a file, read one",
         )
-        parser.add_argument("words", nargs="*", metavar="MODEL NAME ...", help="the model, the name, then what it says")
+        parser.add_argument(
+            "words", nargs="*", default=[], metavar="MODEL NAME ...", help="the model, the name, then what it says"
+        )
         add_prompt_flags(parser)
         parser.add_argument("--replace", action="store_true", help="save under a name that is there already")
 

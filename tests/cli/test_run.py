@@ -62,6 +62,13 @@ def test_a_word_too_many_behind_two_dashes_is_named_as_it_was_typed(home: Home, 
     )
 
 
+@pytest.mark.parametrize("command", ["cache", "session", "config"])
+def test_a_command_without_its_action_is_told_that_the_action_alone_is_missing(home: Home, command: str) -> None:
+    outcome = home.run(command)
+    reason = f"the following arguments are required: action; `omlxctl {command} --help` shows what it takes"
+    assert (outcome.code, outcome.errors) == (2, [f"error: {reason}"])
+
+
 def test_two_words_are_a_model_and_a_prompt_even_if_both_name_models(home: Home, daemon: Daemon) -> None:
     two_models(daemon)
     assert home.run("run", "tiny", "other").text == "other\n"
