@@ -66,9 +66,9 @@ class Load:
         parser.add_argument("model", metavar="MODEL")
         parser.add_argument("--pin", action="store_true", help="never unload it to make room")
         parser.add_argument("--ttl", type=finite, metavar="S", help="unload it after S idle seconds; 0: never")
-        parser.add_argument("--kv-bits", type=int, metavar="N", help="quantise the KV cache to N bits")
+        parser.add_argument("--kv-bits", type=int, metavar="N", help="quantise the KV cache to N bits (not there yet)")
         parser.add_argument("--adapter", metavar="DIR", help="a LoRA adapter's directory")
-        parser.add_argument("--draft", metavar="MODEL", help="a small model that drafts for it")
+        parser.add_argument("--draft", metavar="MODEL", help="a small model that drafts for it (not there yet)")
 
     def run(self, context: Context, given: argparse.Namespace) -> int:
         params: dict[str, Any] = {"model": model_argument(checked(given.model, "MODEL"))}
