@@ -65,6 +65,7 @@ class Bench:
             entry = perform(client, "models.load", {"model": model}, console)
             failure = None
             try:
+                console.progress(f"warming up: a prompt of {LONG_FACTOR * given.prompt_tokens} tokens")
                 workload = _workload(client, model, given)
                 figures = _figures(workload)
                 _through_daemon(ThroughDaemon(client, model), workload, figures, console)
