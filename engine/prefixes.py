@@ -107,6 +107,7 @@ class Prefixes:
         if not waiting:
             restoration.release()
         for id in waiting:
+            self._let_go(id)  # of an earlier read, which this one goes on from: who followed another may read twice
             self._lent[id] = _Lent(restoration, waiting)
 
     def _let_go(self, id: str) -> None:

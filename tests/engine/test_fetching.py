@@ -282,3 +282,21 @@ async def test_what_was_evicted_before_it_was_written_comes_from_the_queue(tmp_p
     assert store.close(30) == 0
     assert_is_the_cold_run(model, again)
     assert again.usage.cached_tokens == 4 * 16  # in memory there was room for two blocks of the other prompt
+
+
+async def test_a_request_that_reads_twice_leaves_nothing_held(tmp_path):
+    model, tokens = build("llama"), prompt(100)
+    store = open_store(tmp_path)
+    tier = HotTier(1 << 20)
+    here = of_model(store, "llama", tier)
+    async with engine(replace(loaded("llama", model), cache=here.cache)) as running:
+        await Running(running, job(tokens)).result()
+    prefixes, request = Prefixes(model, here.cache), Request(job(tokens), tokenizer(), Clock())
+    for _ in range(2):
+        restoration = prefixes.restoration(request)
+        assert restoration is not None
+        prefixes.keep(restoration, [request])
+        assert tier.stats().pinned_bytes > 0
+    prefixes.forget(request)
+    store.close(30)
+    assert tier.stats().pinned_bytes == 0
