@@ -46,6 +46,16 @@ class _StoppedEarly(SystemExit):
     """A signal to stop came before the event loop could hear it."""
 
 
+class _EarlyStop:
+    """The handler of such a signal. It remembers: what is being imported may swallow the exception or make another."""
+
+    asked = False
+
+    def __call__(self, number: int, _: FrameType | None) -> NoReturn:
+        self.asked = True
+        raise _StoppedEarly(number)
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the daemon until it is told to stop, and ends the process with one of the exit codes above."""
     options = _parser().parse_args(arguments)
@@ -54,10 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     faulthandler.enable()
     # transformers is here for its tokenizers: that it finds no PyTorch is no news. mlx-lm sets this as well, too late.
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    stop = _EarlyStop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _stop_early)
+        signal.signal(number, stop)
     try:
-        code = _live(options)
+        code = _live(options, stop)
     except _StoppedEarly:
         code = 0
     _leave(code)
@@ -75,11 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _stop_early(number: int, _: FrameType | None) -> NoReturn:
-    raise _StoppedEarly(number)
-
-
-def _live(options: argparse.Namespace) -> int:
+def _live(options: argparse.Namespace, stop: _EarlyStop) -> int:
     with contextlib.ExitStack() as held:
         handed: Listener | None = None
         try:
@@ -91,7 +98,7 @@ def _live(options: argparse.Namespace) -> int:
             return _refuse(str(error), EXIT_CONFIG, options, handed)
         except OSError as error:
             return _refuse(f"cannot start: {error}", EXIT_CONFIG, options, handed)
-        return _serve(listener, live, paths)
+        return _serve(listener, live, paths, stop)
 
 
 def _handed_over(options: argparse.Namespace, held: contextlib.ExitStack) -> Listener | None:
@@ -132,7 +139,7 @@ def _open(
     return handed, LiveSettings(read, load), Paths(paths.home, handed.path)
 
 
-def _serve(listener: Listener, live: LiveSettings, paths: Paths) -> int:
+def _serve(listener: Listener, live: LiveSettings, paths: Paths, stop: _EarlyStop) -> int:
     _log.info("omlxd %s, pid %d, home %s", omlxd.__version__, os.getpid(), paths.home)
     try:
         import anyio  # clients wait in the socket's backlog by now, so what takes time to import comes here
@@ -140,8 +147,11 @@ def _serve(listener: Listener, live: LiveSettings, paths: Paths) -> int:
         from omlxd.daemon.run import run
         from omlxd.daemon.service import build_service
 
-        anyio.run(run, listener, live, partial(build_service, live, paths))
+        if not stop.asked:
+            anyio.run(run, listener, live, partial(build_service, live, paths))
     except Exception:  # noqa: BLE001 - the top of the main thread
+        if stop.asked:
+            return 0
         _log.exception("the daemon failed")
         return EXIT_FAILED
     return 0

@@ -115,6 +115,22 @@ def test_a_signal_before_the_loop_runs_is_a_stop_too(home: Path):
     assert not (home / "omlxd.sock").exists()
 
 
+@pytest.mark.parametrize("then", ["pass", "raise RuntimeError('Error calling __set_name__')"])
+def test_an_import_that_swallows_the_signal_or_makes_another_error_of_it_does_not_hide_it(
+    home: Path, tmp_path: Path, then: str
+):
+    library = tmp_path / "libraries" / "anyio.py"  # the first that is imported once the socket is there
+    library.parent.mkdir()
+    library.write_text(
+        "import os, signal\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGTERM)\n    while True: pass\n"
+        f"except BaseException:\n    {then}\n"
+    )
+    env = {**environment(home), "PYTHONPATH": str(library.parent)}
+    assert subprocess.run(OMLXD, env=env, stderr=subprocess.DEVNULL, timeout=30, check=False).returncode == 0
+    assert not (home / "omlxd.sock").exists()
+
+
 def test_after_a_kill_the_next_one_serves_whatever_the_lock_says(home: Path):
     with started(home) as daemon:
         daemon.kill()
