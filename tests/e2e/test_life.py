@@ -146,5 +146,5 @@ def test_a_wall_clock_that_jumps_ends_nothing_and_makes_no_duration_negative(hom
         timings = home.call("generate.complete", **{**LONG, "max_tokens": 3})["timings"]
         assert min(timings.values()) >= 0
         shown = home.home.run("status")
-            said = shown.text.replace(str(home.home.path), "")  # a temporary name may read like a duration
+        said = shown.text.replace(str(home.home.path), "")  # a temporary name may read like a duration
         assert (shown.code, re.search(r"-\d+[smhd]", said)) == (0, None)
