@@ -38,8 +38,6 @@ UNLIMITED = 1 << 62
 class Batch(Protocol):
     """Rows that decode together."""
 
-    def __len__(self) -> int: ...
-
     def join(self, rows: Sequence[RowStart], computed: Computed) -> list[RowToken]:
         """Runs the rows' remaining tokens and draws each one's next; they decode from the next step on.
 
@@ -97,14 +95,6 @@ class MergedBatch:
         self._running: GenerationBatch | None = None
         self._entering: _Entering | None = None
 
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    @property
-    def _ids(self) -> list[str]:
-        running = self._running.uids if self._running is not None else []
-        return [*running, *(self._entering.prompts.uids if self._entering is not None else [])]
-
     def join(self, rows: Sequence[RowStart], computed: Computed) -> list[RowToken]:
         self._enter()
         sampler = BatchSampler([row.sampler for row in rows])
@@ -126,8 +116,6 @@ class MergedBatch:
             [row.caches for row in rows],
             # Only the tokens from here on: what came before is in the caches, and the processors count for themselves.
             tokens=[[] for _ in rows],
-            # In one step: mlx-lm 0.32.2 loses count of a recurrent row's padding between two.
-            prefill_step_size=max(len(row.tokens) for row in rows),
             samplers=[sampler] * len(rows),
             logits_processors=[named(row) for row in rows],
             stop_sequences=[StopSequences()] * len(rows),
@@ -194,9 +182,6 @@ class InterleavedBatch:
         self._caches: dict[str, Caches] = {}
         self._entering: set[str] = set()  # joined since the last step
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def join(self, rows: Sequence[RowStart], computed: Computed) -> list[RowToken]:
         return [self._join(row, computed) for row in rows]
 
@@ -235,6 +220,7 @@ class InterleavedBatch:
         for id in ids & self._rows.keys():
             self._rows.pop(id).close()
             del self._caches[id]
+            self._entering.discard(id)
 
     def close(self) -> None:
         # Here and now: mlx-lm's generators can be ended by the thread that began them alone.

@@ -15,7 +15,6 @@ from omlxd.engine.fetching import Fetching
 from omlxd.engine.following import Following
 from omlxd.engine.line import Line
 from omlxd.engine.memory import WorkMemory
-from omlxd.engine.prefill import mergeable, new_caches
 from omlxd.engine.prefixes import Prefixes
 from omlxd.engine.prompts import Prompts
 from omlxd.engine.request import Request, State
@@ -33,6 +32,8 @@ class Places:
         following: Following,
         prefixes: Prefixes,
         memory: WorkMemory,
+        *,
+        merges_rows: bool,
     ) -> None:
         self._model = model
         self._line = line
@@ -41,7 +42,7 @@ class Places:
         self._following = following
         self._prefixes = prefixes
         self._memory = memory
-        self._merges_rows = mergeable(new_caches(model))
+        self._merges_rows = merges_rows
         self.rows: dict[str, Request] = {}
         self.batch: Batch = self._new_batch()
 

@@ -105,6 +105,7 @@ class Worker:
             self._following,
             self._prefixes,
             self._memory,
+            merges_rows=self.merges_rows,
         )
         self._meter = Meter(clock)
         self._reports = Reports(emit, self._meter, clock)

@@ -86,7 +86,6 @@ def test_a_row_that_leaves_between_its_first_token_and_its_second_leaves_the_oth
         for row in batch.join([start(model, id, prompts[id]) for id in group], lambda id, caches, lacking: None):
             drawn[row.id].append(row.token_id)
     batch.remove(frozenset({leaves}))
-    assert len(batch) == 2
     for _ in range(5):
         for row in batch.step():
             drawn[row.id].append(row.token_id)
@@ -100,7 +99,7 @@ def test_the_last_row_that_leaves_before_its_second_token_leaves_nothing() -> No
     batch = MergedBatch(model, last_apart=False)
     batch.join([start(model, "a", [1, 2, 3])], lambda id, caches, lacking: None)
     batch.remove(frozenset({"a"}))
-    assert (len(batch), batch.step()) == (0, [])
+    assert batch.step() == []
     with pytest.raises(KeyError):
         batch.caches("a")
 
