@@ -107,25 +107,36 @@ def turn_bytes(widths: Widths, kv: KvCost, tokens: int, context: int, rows: int 
     return activations + rows * kv.widest_row * context + (2 * rows + logits) * widths.vocabulary * 4
 
 
+class Correction:
+    """What forecasts of one kind are multiplied by: what lately proved right."""
+
+    def __init__(self) -> None:
+        self._ratio = 1.0
+
+    def of(self, foreseen: int) -> int:
+        return int(self._ratio * foreseen)
+
+    def took(self, nbytes: int, foreseen: int) -> None:
+        """What was foreseen has taken `nbytes`, by MLX's own peak; none if another engine's reset came in between."""
+        if nbytes > 0 and foreseen:  # nothing is foreseen of a model that was not measured
+            self._ratio += _WEIGHT * (min(max(nbytes / foreseen, _LEAST_RATIO), _MOST_RATIO) - self._ratio)
+
+
 class TurnEstimator:
-    """A model's turns: the forecast times what lately proved right."""
+    """A model's turns."""
 
     def __init__(self, widths: Widths, kv: KvCost) -> None:
         self._widths = widths
         self._kv = kv
-        self.ratio = 1.0
+        self._correction = Correction()
 
     def bytes(self, tokens: int, context: int, rows: int = 1, logits: int = 0) -> int:
         """What a turn will take beside the caches themselves."""
-        return int(self.ratio * turn_bytes(self._widths, self._kv, tokens, context, rows, logits))
+        return self._correction.of(turn_bytes(self._widths, self._kv, tokens, context, rows, logits))
 
     def took(self, nbytes: int, *, tokens: int, context: int, rows: int = 1, logits: int = 0) -> None:
         """A turn has taken `nbytes`, by MLX's own peak."""
-        foreseen = turn_bytes(self._widths, self._kv, tokens, context, rows, logits)
-        if not foreseen:
-            return  # a model that was not measured
-        ratio = nbytes / foreseen
-        self.ratio += _WEIGHT * (min(max(ratio, _LEAST_RATIO), _MOST_RATIO) - self.ratio)
+        self._correction.took(nbytes, turn_bytes(self._widths, self._kv, tokens, context, rows, logits))
 
     def most_tokens(self, wanted: int, *, least: int, done: int, room: int) -> int:
         """The largest turn of at most `wanted` tokens after `done` that fits in `room` bytes; `least` in any case."""

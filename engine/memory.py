@@ -251,7 +251,6 @@ class WorkMemory:
         try:
             yield
             took = mx.get_peak_memory() - mx.get_active_memory()
-            if took > 0:  # another engine's reset may have come in between
-                self._turns.took(took, tokens=tokens, context=context, rows=rows, logits=logits)
+            self._turns.took(took, tokens=tokens, context=context, rows=rows, logits=logits)
         finally:
             chunk.release()

@@ -11,16 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
+from omlxd.engine.estimator import Correction
 from omlxd.engine.ledger import Ledger, Reservation
 from omlxd.engine.vision_inputs import GRID, PIXELS, PictureInput
 
 _CHANNELS = 3
-_WEIGHT: Final = 0.3  # of what the latest picture took, in the correction of the forecast
-_LEAST, _MOST = 0.25, 4.0  # one picture's surprise is believed within these
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,7 @@ class PictureMemory:
         self._tower = tower
         self._held: dict[str, Reservation] = {}
         self._kept: Reservation | None = None if tower is None else ledger.hold(name, "pictures", 0)
-        self._ratio = 1.0
+        self._correction = Correction()
         if features is not None:
             features.report_to(self._keep)
 
@@ -159,15 +158,10 @@ class PictureMemory:
         mx.reset_peak_memory()
         try:
             yield
-            self._learn(picture, mx.get_peak_memory() - mx.get_active_memory())
+            if self._tower is not None:
+                self._correction.took(mx.get_peak_memory() - mx.get_active_memory(), self._tower.seeing(picture))
         finally:
             work.release()
 
     def _seeing(self, picture: PictureInput) -> int:
-        return 0 if self._tower is None else int(self._ratio * self._tower.seeing(picture))
-
-    def _learn(self, picture: PictureInput, took: int) -> None:
-        if self._tower is None or took <= 0:  # another engine's reset may have come in between
-            return
-        ratio = took / self._tower.seeing(picture)
-        self._ratio += _WEIGHT * (min(max(ratio, _LEAST), _MOST) - self._ratio)
+        return 0 if self._tower is None else self._correction.of(self._tower.seeing(picture))
