@@ -34,7 +34,7 @@ lint: $(VENV)/.test
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-# docs/benchmarks.md says what is measured. All of it takes a quarter of an hour and renews docs/benchmarks/latest.*.
+# docs/benchmarks.md says what is measured. All of it takes about half an hour and renews docs/benchmarks/latest.*.
 bench: $(VENV)/.test
 	$(VENV)/bin/python -m tests.bench --only "$(ONLY)" --under "$(UNDER)" $(if $(QUICK),--quick) \
 		$(if $(OUT),--out "$(OUT)")
