@@ -145,7 +145,7 @@ def _serve(listener: Listener, live: LiveSettings, paths: Paths, stop: _EarlySto
         import anyio  # clients wait in the socket's backlog by now, so what takes time to import comes here
 
         from omlxd.daemon.run import run
-        from omlxd.daemon.service import build_service
+        from omlxd.daemon.wiring import build_service
 
         if not stop.asked:
             anyio.run(run, listener, live, partial(build_service, live, paths))
