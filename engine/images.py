@@ -21,7 +21,6 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from omlxd.engine.api import InvalidParams
 from omlxd.engine.image_policy import ImagePolicy, PictureError
 from omlxd.engine.image_sources import encoded
 
@@ -98,18 +97,6 @@ class Opened:
         finally:
             self._file.close()
         return Picture(digest_of(image), image)
-
-
-def read_picture(source: str, policy: ImagePolicy, *, place: str = "image_url") -> Picture:
-    """The picture that a message names: a path, a `data:` or web URL, or base64. Blocks: reads, decodes, hashes.
-
-    Raises InvalidParams, with `place` as its field, for what is no picture or too large a one, and Unsupported for a
-    place that the policy does not let pictures come from.
-    """
-    try:
-        return open_picture(source, policy).decoded()
-    except PictureError as exc:
-        raise InvalidParams(place, exc.reason) from None
 
 
 def open_picture(source: str, policy: ImagePolicy) -> Opened:

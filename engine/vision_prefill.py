@@ -28,8 +28,6 @@ class FeatureCache:
         self._resized: Callable[[int], object] = lambda nbytes: None
         self._kept: OrderedDict[bytes, mx.array] = OrderedDict()
         self.nbytes = 0
-        self.hits = 0
-        self.misses = 0
 
     def report_to(self, resized: Callable[[int], object]) -> None:
         """Who is told how many bytes are kept, whenever that changes."""
@@ -38,11 +36,8 @@ class FeatureCache:
 
     def get(self, digest: bytes) -> mx.array | None:
         features = self._kept.get(digest)
-        if features is None:
-            self.misses += 1
-            return None
-        self.hits += 1
-        self._kept.move_to_end(digest)
+        if features is not None:
+            self._kept.move_to_end(digest)
         return features
 
     def put(self, digest: bytes, features: mx.array) -> None:

@@ -10,10 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from omlxd.engine.api import InvalidParams
 from omlxd.engine.image_fetch import Address, Fetcher, is_public
 from omlxd.engine.image_policy import ImagePolicy, PictureError
-from omlxd.engine.images import read_picture
+from omlxd.engine.images import open_picture
 
 
 class Site(BaseHTTPRequestHandler):
@@ -149,11 +148,11 @@ def test_an_address_that_only_some_can_reach_is_not(address: str) -> None:
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1/", "http://localhost/", "http://[::1]/", "http://2130706433/"])
 def test_this_machine_is_not_asked(url: str) -> None:
-    with pytest.raises(InvalidParams, match="no public address"):
-        read_picture(url, ImagePolicy(allow_urls=True))
+    with pytest.raises(PictureError, match="no public address"):
+        open_picture(url, ImagePolicy(allow_urls=True))
 
 
 @pytest.mark.parametrize("url", ["http://", "http://[::1/", "http://x:99999/", "https://\udcff/"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(InvalidParams):
-        read_picture(url, ImagePolicy(allow_urls=True))
+    with pytest.raises(PictureError):
+        open_picture(url, ImagePolicy(allow_urls=True))
