@@ -1,38 +1,23 @@
 """The running batch: every row that is decoding, one token per row and step.
 
-Two shapes of one protocol. `MergedBatch` is mlx-lm's `GenerationBatch`, rows merged into one cache; `InterleavedBatch`
-keeps one cache per row and steps the rows one after another, for cache classes that cannot be merged. Both sample
-through one `BatchSampler` with settings per row. A row's first token is drawn as it joins (`joining.py`) and is there
-before the pass for its second one begins. Used on the engine thread only; with `joining.py` and `prefill.py` the only
-file that knows mlx-lm's batch classes. When a row ends is not decided here: stop ids and lengths are the request's.
+Two shapes of one protocol. `MergedBatch` merges the rows' caches into one, by mlx-lm's batch classes of caches, and has
+one forward pass for all; `InterleavedBatch` keeps one cache per row and steps the rows one after another, for cache
+classes that cannot be merged. A row's first token is drawn as it joins (`joining.py`) and is there before the pass for
+its second one begins. Used on the engine thread only. When a row ends is not decided here: stop ids and lengths are
+the request's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.generate import GenerationBatch, PromptProcessingBatch, StopSequences, generate_step
 
-from omlxd.engine.joining import (
-    Caches,
-    Computed,
-    RowFailed,
-    RowStart,
-    RowToken,
-    draw,
-    named,
-    row_of,
-    run_alone,
-    run_together,
-)
-from omlxd.engine.sampling import BatchSampler
-
-# The batch never ends a row by itself: a number no answer reaches.
-UNLIMITED = 1 << 62
+from omlxd.engine.decoding import Decoding, merged
+from omlxd.engine.drawing import Caches, Draws, RowFailed, RowStart, RowToken
+from omlxd.engine.joining import Computed, row_of, run_alone, run_together
 
 
 class Batch(Protocol):
@@ -46,8 +31,13 @@ class Batch(Protocol):
         """
         ...
 
-    def step(self) -> list[RowToken]:
-        """The next token of every row, and starts computing the one after. Raises RowFailed for a row's own fault."""
+    def step(self, meanwhile: Callable[[], None]) -> list[RowToken]:
+        """Begins the next pass for every row and tells the tokens of the one before.
+
+        A row that has joined since the last step is in it for the first time: its second token comes with the next
+        step. `meanwhile` is called once or more before this thread waits for a token. Raises RowFailed for a row's own
+        fault.
+        """
         ...
 
     def caches(self, id: str) -> tuple[Caches, int]:
@@ -66,24 +56,6 @@ class Batch(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Entering:
-    """Rows whose first tokens have been drawn and are in nobody's cache yet."""
-
-    prompts: PromptProcessingBatch
-    tokens: list[int]
-    sampler: BatchSampler
-
-    def remove(self, ids: frozenset[str]) -> bool:
-        """Takes rows out; False if none is left."""
-        kept = [i for i, uid in enumerate(self.prompts.uids) if uid not in ids]
-        if kept and len(kept) < len(self.tokens):
-            self.prompts.filter(kept)
-            self.sampler.keep(kept)
-            self.tokens = [self.tokens[i] for i in kept]
-        return bool(kept)
-
-
 class MergedBatch:
     """Rows in one merged cache, computed in one forward pass."""
 
@@ -91,84 +63,52 @@ class MergedBatch:
         """`last_apart`: `computed` is to see every prompt without its last token: a checkpoint belongs there."""
         self._model = model
         self._last_apart = last_apart
-        self._sampler = BatchSampler()  # of the rows that run
-        self._running: GenerationBatch | None = None
-        self._entering: _Entering | None = None
+        self._running: Decoding | None = None
+        self._entering: Decoding | None = None  # joined since the last step
 
     def join(self, rows: Sequence[RowStart], computed: Computed) -> list[RowToken]:
         self._enter()
-        sampler = BatchSampler([row.sampler for row in rows])
+        draws = Draws(rows)
         if len(rows) == 1:
             # On its own caches: the copy into a merged one is not on the way to the first token.
             logits = run_alone(self._model, rows[0], computed, last_apart=self._last_apart)
-            prompts = self._prompts(rows, sampler)
+            caches = merged(rows)
         else:
-            prompts = self._prompts(rows, sampler)
-            logits = run_together(self._model, rows, prompts.prompt_cache, computed, last_apart=self._last_apart)
-        drawn = draw(rows, logits, sampler)
-        self._entering = _Entering(prompts, [row.token_id for row in drawn], sampler)
-        return drawn
-
-    def _prompts(self, rows: Sequence[RowStart], sampler: BatchSampler) -> PromptProcessingBatch:
-        return PromptProcessingBatch(
-            self._model,
-            [row.id for row in rows],
-            [row.caches for row in rows],
-            # Only the tokens from here on: what came before is in the caches, and the processors count for themselves.
-            tokens=[[] for _ in rows],
-            samplers=[sampler] * len(rows),
-            logits_processors=[named(row) for row in rows],
-            stop_sequences=[StopSequences()] * len(rows),
-            max_tokens=[UNLIMITED] * len(rows),
-        )
+            caches = merged(rows)
+            logits = run_together(self._model, rows, caches, computed, last_apart=self._last_apart)
+        first = draws.draw(logits, _newest(rows))
+        self._entering = Decoding(self._model, draws, caches, first)
+        return first.told(draws.ids)
 
     def _enter(self) -> None:
-        """Begins the pass of the rows that joined last, and lets them run with the others."""
-        if self._entering is None:
-            return
+        """Lets the rows that joined last run with the others."""
         entering, self._entering = self._entering, None
-        joined = entering.prompts.generate([[token] for token in entering.tokens])
-        if self._running is None:
-            self._running, self._sampler = joined, entering.sampler
+        if entering is None:
             return
-        self._running.extend(joined)
-        self._sampler.extend(entering.sampler.rows)
-        self._running.samplers = [self._sampler] * len(self._sampler.rows)
-
-    def step(self) -> list[RowToken]:
-        self._enter()
         if self._running is None:
-            return []
-        return [RowToken(r.uid, r.token, r.logprobs) for r in self._running.next()]
+            self._running = entering
+        else:
+            self._running.extend(entering)
+
+    def step(self, meanwhile: Callable[[], None]) -> list[RowToken]:
+        self._enter()
+        return [] if self._running is None else self._running.step(meanwhile)
 
     def caches(self, id: str) -> tuple[Caches, int]:
-        if self._entering is not None and id in self._entering.prompts.uids:
-            return _row(self._entering.prompts, id), 1
-        if self._running is None:
-            raise KeyError(id)
-        return _row(self._running, id), 0
+        for rows in (self._entering, self._running):
+            if rows is not None and id in rows.ids:
+                index = rows.ids.index(id)
+                return [row_of(cache, index) for cache in rows.caches], int(rows.lacks(id))
+        raise KeyError(id)
 
     def remove(self, ids: frozenset[str]) -> None:
         if self._entering is not None and not self._entering.remove(ids):
             self._entering = None
-        if self._running is None:
-            return
-        keep = [i for i, uid in enumerate(self._running.uids) if uid not in ids]
-        if len(keep) == len(self._running.uids):
-            return
-        if not keep:
-            self._running, self._sampler = None, BatchSampler()
-            return
-        self._running.filter(keep)
-        self._sampler.keep(keep)
+        if self._running is not None and not self._running.remove(ids):
+            self._running = None
 
     def close(self) -> None:
-        self._running, self._entering, self._sampler = None, None, BatchSampler()
-
-
-def _row(batch: GenerationBatch | PromptProcessingBatch, id: str) -> Caches:
-    index = batch.uids.index(id)
-    return [row_of(cache, index) for cache in batch.prompt_cache]
+        self._running, self._entering = None, None
 
 
 class InterleavedBatch:
@@ -178,50 +118,41 @@ class InterleavedBatch:
         """`last_apart` as in `MergedBatch`."""
         self._model = model
         self._last_apart = last_apart
-        self._rows: dict[str, Generator[tuple[int, mx.array], None, None]] = {}
-        self._caches: dict[str, Caches] = {}
-        self._entering: set[str] = set()  # joined since the last step
+        self._rows: dict[str, Decoding] = {}
 
     def join(self, rows: Sequence[RowStart], computed: Computed) -> list[RowToken]:
         return [self._join(row, computed) for row in rows]
 
     def _join(self, row: RowStart, computed: Computed) -> RowToken:
-        sampler = BatchSampler([row.sampler])
+        draws = Draws([row])
         logits = run_alone(self._model, row, computed, last_apart=self._last_apart)
-        (drawn,) = draw([row], logits, sampler)
-        self._caches[row.id] = row.caches
-        self._entering.add(row.id)
-        self._rows[row.id] = generate_step(
-            mx.array([drawn.token_id]),
-            self._model,
-            # mlx-lm would switch to a stream of its own and leave it set between two tokens.
-            mx.default_stream(mx.default_device()),
-            max_tokens=-1,
-            sampler=sampler,
-            logits_processors=row.processors,
-            prompt_cache=row.caches,
-        )
-        return drawn
+        first = draws.draw(logits, _newest([row]))
+        (told,) = first.told(draws.ids)
+        self._rows[row.id] = Decoding(self._model, draws, row.caches, first)
+        return told
 
-    def step(self) -> list[RowToken]:
-        tokens = []
-        self._entering.clear()
+    def step(self, meanwhile: Callable[[], None]) -> list[RowToken]:
+        tokens: list[RowToken] = []
         for id, row in self._rows.items():
             try:
-                tokens.append(RowToken(id, *next(row)))
+                tokens += row.step(meanwhile)
+            except RowFailed:
+                raise
             except Exception as exc:  # a row with a cache of its own fails alone, whatever the model raised
                 raise RowFailed(id) from exc
         return tokens
 
     def caches(self, id: str) -> tuple[Caches, int]:
-        return self._caches[id], int(id in self._entering)
+        row = self._rows[id]
+        return row.caches, int(row.lacks(id))
 
     def remove(self, ids: frozenset[str]) -> None:
         for id in ids & self._rows.keys():
-            self._rows.pop(id).close()
-            del self._caches[id]
-            self._entering.discard(id)
+            del self._rows[id]
 
     def close(self) -> None:
-        # Here and now: mlx-lm's generators can be ended by the thread that began them alone.
-        self.remove(frozenset(self._rows))
+        self._rows.clear()
+
+
+def _newest(rows: Sequence[RowStart]) -> mx.array:
+    return mx.array([row.tokens[-1] for row in rows])

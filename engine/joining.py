@@ -1,59 +1,27 @@
-"""Rows on their way into the batch: the pass that ends their prompts, and the draw of their first tokens.
+"""Rows on their way into the batch: the pass that ends their prompts, for the draw of their first tokens.
 
 A prompt's end and its last token are run in one pass where they are short, so that the first token comes a whole pass
 sooner; a longer end, and one that is stored with a checkpoint, is run before the last token. Rows that join together
-are padded to each other. Used by `batch.py` on the engine thread; with it and `prefill.py` it alone calls the model.
+are padded to each other. Used by `batch.py` on the engine thread; with `decoding.py` and `prefill.py` it alone calls
+the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache
 
-from omlxd.engine.sampling import BatchSampler, LogitsProcessor, SamplerRow
+from omlxd.engine.drawing import Caches, RowStart
 
 # So many tokens of rows that join are run together with the last ones of their prompts. Logits then come for all of
 # them, which for more tokens costs more, in time and in memory, than a pass of its own for the last ones.
 ONE_PASS_TOKENS = 128
 
-Caches = list[Any]
 Computed = Callable[[str, Caches, int], None]
-
-
-class RowFailed(Exception):
-    """One row's processor or own forward pass raised; the cause says what."""
-
-    def __init__(self, id: str) -> None:
-        super().__init__(id)
-        self.id = id
-
-
-@dataclass(frozen=True, slots=True)
-class RowStart:
-    """A row about to join: its caches hold the KV of everything before `tokens`, which the model has yet to see.
-
-    `tokens` is never empty; its last token is the one whose logits give the first draw.
-    """
-
-    id: str
-    caches: Caches
-    tokens: Sequence[int]
-    sampler: SamplerRow
-    processors: list[LogitsProcessor]
-
-
-@dataclass(frozen=True, slots=True)
-class RowToken:
-    """One row's next token, with the log-probabilities (vocabulary,) it was drawn from, still on the device."""
-
-    id: str
-    token_id: int
-    logprobs: mx.array
 
 
 def run_alone(model: Module, row: RowStart, computed: Computed, *, last_apart: bool) -> mx.array:
@@ -122,39 +90,6 @@ def _tell(rows: Sequence[RowStart], caches: Caches, computed: Computed, *, lacki
     for index, row in enumerate(rows):
         if len(row.tokens) > 1:
             computed(row.id, [row_of(cache, index) for cache in caches], lacking)
-
-
-def draw(rows: Sequence[RowStart], logits: mx.array, sampler: BatchSampler) -> list[RowToken]:
-    """Each row's next token from its logits (rows, vocabulary), as mlx-lm's batch draws all later ones."""
-    if any(row.processors for row in rows):
-        logits = mx.concatenate([_processed(row, logits[index : index + 1]) for index, row in enumerate(rows)])
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    tokens = sampler(logprobs)
-    mx.eval(tokens, logprobs)
-    drawn = cast("list[int]", tokens.tolist())
-    return [RowToken(row.id, drawn[index], logprobs[index]) for index, row in enumerate(rows)]
-
-
-def _processed(row: RowStart, logits: mx.array) -> mx.array:
-    newest = mx.array([row.tokens[-1]])
-    for processor in named(row):
-        logits = processor(newest, logits)
-    return logits
-
-
-def named(row: RowStart) -> list[LogitsProcessor]:
-    """The row's processors, with their failures told as this row's."""
-
-    def name(processor: LogitsProcessor) -> LogitsProcessor:
-        def call(tokens: mx.array, logits: mx.array) -> mx.array:
-            try:
-                return processor(tokens, logits)
-            except Exception as exc:  # whatever it raises is the fault of this row and no other's
-                raise RowFailed(row.id) from exc
-
-        return call
-
-    return [name(processor) for processor in row.processors]
 
 
 def row_of(cache: Any, index: int) -> Any:

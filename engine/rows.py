@@ -6,10 +6,10 @@ Pure glue between a request and `engine.batch`; runs on the engine thread and ke
 from __future__ import annotations
 
 from omlxd.engine.api import TokenLogprob
-from omlxd.engine.joining import RowStart, RowToken
+from omlxd.engine.drawing import RowStart, RowToken
 from omlxd.engine.prefill import Prefill
 from omlxd.engine.request import Request
-from omlxd.engine.sampling import SamplerRow, logprobs_of, processors
+from omlxd.engine.sampling import SamplerRow, processors, read_likely
 from omlxd.engine.text import Decoder
 
 
@@ -31,17 +31,16 @@ def row_start(request: Request, prefill: Prefill, *, vocab_size: int) -> RowStar
             ),
             *request.steer(),
         ],
+        num_likely=job.logprobs,
     )
 
 
-def logprob(row: RowToken, count: int, decoder: Decoder) -> TokenLogprob | None:
-    """The token's log-probability with the `count` best; None for 0, which costs nothing."""
-    if not count:
+def logprob(row: RowToken, decoder: Decoder) -> TokenLogprob | None:
+    """The token's log-probability with the best ones'; None, at no cost, for a row that does not want them."""
+    if row.likely is None:
         return None
-
-    def text(token_id: int) -> str:
-        return decoder.decode([token_id], skip_special_tokens=False)
-
-    chosen, best = logprobs_of(row.logprobs, row.token_id, count)
-    top = [TokenLogprob(id, text(id), value) for id, value in best]
-    return TokenLogprob(row.token_id, text(row.token_id), chosen, top)
+    found = read_likely(row.likely)
+    texts = [decoder.decode([token_id], skip_special_tokens=False) for token_id, _ in found]
+    (token_id, value), *rest = found
+    best = [TokenLogprob(id, text, value) for (id, value), text in zip(rest, texts[1:], strict=True)]
+    return TokenLogprob(token_id, texts[0], value, best)

@@ -15,7 +15,9 @@ import mlx.core as mx
 
 from omlxd.engine.sampling_settings import SamplingSettings
 
+# The newest token (1,) and the row's logits (1, vocabulary): other logits.
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+Likely = tuple[mx.array, mx.array]  # ids and log-probabilities (1 + count,): the drawn token's, and the likeliest ones'
 
 _MASK64 = (1 << 64) - 1
 # Beyond these a setting changes no draw any more, and infinities and NaN would take the place of the logits: the
@@ -39,6 +41,11 @@ def row_key(seed: int, index: int, purpose: int = 0) -> list[int]:
     return [x >> 32, x & 0xFFFFFFFF]
 
 
+def normalised(logits: mx.array) -> mx.array:
+    """Log-probabilities, of logits (..., vocabulary)."""
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
 class SamplerRow:
     """One row's settings and the index of the token it draws next."""
 
@@ -50,7 +57,7 @@ class SamplerRow:
 
 
 class BatchSampler:
-    """Draws one token for every row of a batch. Its rows are in the batch's order; `batch.py` keeps them so."""
+    """Draws one token for every row of a batch. Its rows are in the batch's order; `Draws` keeps them so."""
 
     def __init__(self, rows: Sequence[SamplerRow] = ()) -> None:
         self._rows: list[SamplerRow] = []
@@ -68,20 +75,21 @@ class BatchSampler:
         self._rows = [self._rows[i] for i in indices]
         self._columns = _Columns([row.settings for row in self._rows])
 
-    def __call__(self, logprobs: mx.array) -> mx.array:
-        """Token ids (rows,) for log-probabilities (rows, vocabulary)."""
+    def __call__(self, logits: mx.array) -> mx.array:
+        """Token ids (rows,) for logits (rows, vocabulary)."""
         indices = [row.index for row in self._rows]
         for row in self._rows:
             row.index += 1
         columns = self._columns
-        greedy = mx.argmax(logprobs, axis=-1)
+        # Of the logits themselves, whatever the other rows want: normalised, two in a narrow type may become one.
+        greedy = mx.argmax(logits, axis=-1)
         if columns.all_greedy:
             return greedy
         seeds = [row.settings.seed for row in self._rows]
-        logits = columns.filter(logprobs)
+        left = columns.filter(normalised(logits))
         if columns.any_xtc:
-            logits = columns.exclude_top_choices(logits, _keys(seeds, indices, purpose=1))
-        drawn = _draw(logits * columns.inverse_temperature, _keys(seeds, indices))
+            left = columns.exclude_top_choices(left, _keys(seeds, indices, purpose=1))
+        drawn = _draw(left * columns.inverse_temperature, _keys(seeds, indices))
         return mx.where(columns.greedy, greedy, drawn)
 
 
@@ -168,8 +176,7 @@ class Penalties:
         self._answer = _counts(answer or (), vocab_size)
         self._prompt_ends = answer is None
 
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        newest = tokens[-1:]
+    def __call__(self, newest: mx.array, logits: mx.array) -> mx.array:
         self._seen = self._seen.at[newest].add(1)
         if not self._prompt_ends:
             self._answer = self._answer.at[newest].add(1)
@@ -219,7 +226,7 @@ def processors(
 ) -> list[LogitsProcessor]:
     """The processors one row needs, in order; none for a plain request.
 
-    mlx-lm hands the newest token over with the first call, so it is in neither: of an answer that has begun `answer` is
+    The newest token comes with the first call, so it is in neither: of an answer that has begun `answer` is
     without its last token; before that it is None and `prompt` is without its last.
     """
     chain: list[LogitsProcessor] = []
@@ -230,12 +237,18 @@ def processors(
     return chain
 
 
-def logprobs_of(logprobs: mx.array, token_id: int, count: int) -> tuple[float, list[tuple[int, float]]]:
-    """The log-probability of `token_id` and the `count` best (id, log-probability), from a row's (vocabulary,).
-
-    All are finite: a token that was banned has the least number that there is.
-    """
+def likely(logits: mx.array, token_id: mx.array, count: int) -> Likely:
+    """Of one row's logits (vocabulary,): the ids and log-probabilities of the drawn token and of the `count` best."""
+    logprobs = normalised(logits)
     best = mx.argsort(-logprobs)[:count]
-    ids = [token_id, *cast("list[int]", best.tolist())]
-    values = [max(value, _LEAST_LOGPROB) for value in cast("list[float]", logprobs[mx.array(ids)].tolist())]
-    return values[0], list(zip(ids[1:], values[1:], strict=True))
+    ids = mx.concatenate([token_id[None], best])
+    return ids, logprobs[ids]
+
+
+def read_likely(row: Likely) -> list[tuple[int, float]]:
+    """What `likely` found, the drawn token first, once it is computed.
+
+    All numbers are finite: a token that was banned has the least that there is.
+    """
+    ids, values = cast("list[int]", row[0].tolist()), cast("list[float]", row[1].tolist())
+    return [(id, max(value, _LEAST_LOGPROB)) for id, value in zip(ids, values, strict=True)]

@@ -100,7 +100,7 @@ class Steering:
             self._observe(token_id)
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """`tokens` end with the newest one, which is not computed yet; in the first call it is known already."""
+        """`tokens` (1,) is the newest one, which is not computed yet; in the first call it is known already."""
         if self._finished:
             return logits
         newest = tokens[-1]

@@ -25,12 +25,13 @@ from omlxd.engine.api import (
     ShuttingDown,
 )
 from omlxd.engine.decoder import direct
+from omlxd.engine.drawing import Caches, RowFailed, RowToken
 from omlxd.engine.fetching import Fetching, Lender
 from omlxd.engine.following import Following
 from omlxd.engine.guard import MemoryGuard
 from omlxd.engine.inbox import SHORT_OF_MEMORY, Abort, Ask, Close, Closed, Deliver, Inbox, Preempt, Refuse, Submit
 from omlxd.engine.job import Job
-from omlxd.engine.joining import Caches, RowFailed, RowToken, at_once
+from omlxd.engine.joining import at_once
 from omlxd.engine.line import Line
 from omlxd.engine.memory import WAITS_FOR_MEMORY, WorkMemory
 from omlxd.engine.metrics import Meter
@@ -143,19 +144,28 @@ class Worker:
             except Exception as exc:  # noqa: BLE001  the top of this thread's loop: some requests end, the rest go on
                 failure = self._recover(exc)
             self._publish()
-            self._reports.flush()
+            if not self._goes_on_decoding:
+                self._reports.flush()
             self._memory.step_over(at_rest=not (self._prompts or self._places.rows))
         self._end_all(failure)
         self._publish(now=True)
         self._reports.flush()
         return self._let_go(failure)
 
+    @property
+    def _goes_on_decoding(self) -> bool:
+        """Whether the next thing is a pass: then there is time to tell of the last one when that has begun."""
+        return bool(self._places.rows) and not (self._line or self._prompts or self._failures)
+
     def _take_commands(self) -> None:
         idle = not (self._line or self._prompts or self._places.rows)
         if idle:
             self._publish(now=True)
         stuck = self._memory.somebody_waits and not (self._prompts or self._places.rows)
-        for command in self._inbox.take(wait=idle or stuck, timeout_s=STUCK_S if stuck else self._fetching.wait_s):
+        commands = self._inbox.take(wait=idle or stuck, timeout_s=STUCK_S if stuck else self._fetching.wait_s)
+        if commands:
+            self._reports.flush()  # they may take longer than what is told can wait
+        for command in commands:
             if isinstance(command, Submit):
                 self._take_in(command.job)
             elif isinstance(command, Preempt):
@@ -184,9 +194,10 @@ class Worker:
             self._compute(turn(view, self._memory.turn_limits(self._limits, self._prompts.prefills)))
         if self._places.rows:
             self._concerned = list(self._places.rows.values())
-            tokens = self._places.batch.step()
-            self._meter.stepped(len(tokens))
-            self._settle(tokens)
+            tokens = self._places.batch.step(self._reports.flush)
+            if tokens:  # none if all rows have just joined
+                self._meter.stepped(len(tokens))
+                self._settle(tokens)
         self._concerned = ()
 
     def _take_in(self, job: Job) -> None:
@@ -372,7 +383,7 @@ class Worker:
         for row in tokens:
             request = self._places.rows[row.id]
             self._meter.drew(request)
-            deltas, reason = request.accept(row.token_id, logprob(row, request.job.logprobs, self._decoder))
+            deltas, reason = request.accept(row.token_id, logprob(row, self._decoder))
             for delta in deltas:
                 self._reports.say(request, delta)
             failure = request.failure

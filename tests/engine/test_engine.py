@@ -6,6 +6,7 @@ import asyncio
 import gc
 import itertools
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -186,6 +187,34 @@ def test_a_running_stream_gets_a_token_between_any_two_turns_of_a_long_prompt() 
     later = [tokens for _, tokens in model.calls[1:]]  # the first call is the stream's own prompt
     assert max(later) <= 32
     assert not any(a > 1 and b > 1 for a, b in itertools.pairwise(later))
+
+
+def test_what_was_drawn_is_told_before_another_prompt_has_its_turn() -> None:
+    model = Watched()
+    seen, on_time = 0, []
+
+    def before(tokens: mx.array) -> None:
+        if tokens.shape[1] > 1 and (1, 1) in model.calls:
+            deadline, drawn = time.monotonic() + 10, model.calls.count((1, 1))
+            while seen < drawn and time.monotonic() < deadline:
+                time.sleep(0.001)
+            on_time.append(seen >= drawn)
+
+    async def main() -> None:
+        nonlocal seen
+        async with engine(loaded("watched", model)) as running:
+            model.before = before
+            talking = Running(running, job([3, 4], 60, stream=True))
+            other: Running | None = None
+            async for event in talking.stream:
+                seen += len(event.token_ids) if isinstance(event, Delta) else 0
+                if seen > 5 and other is None:
+                    other = Running(running, job([5] * 40, 1))
+            assert other is not None
+            await other.result()
+
+    asyncio.run(main())
+    assert on_time == [True]
 
 
 def test_a_short_prompt_is_not_padded_to_a_long_one() -> None:

@@ -11,13 +11,18 @@ import pytest
 
 from omlxd.engine.api import EngineFailed, GenerationResult
 from omlxd.engine.batch import InterleavedBatch, MergedBatch
-from omlxd.engine.joining import ONE_PASS_TOKENS, RowStart
+from omlxd.engine.drawing import RowStart, RowToken
+from omlxd.engine.joining import ONE_PASS_TOKENS
 from omlxd.engine.prefill import new_caches
 from omlxd.engine.sampling import SamplerRow
 from omlxd.engine.sampling_settings import SamplingSettings
 from tests.engine.running import Running, assert_is_the_cold_run, cached, engine, job, loaded
 from tests.engine.watched import Watched
 from tests.models import build, cold_run
+
+
+def nothing() -> None:
+    """Nothing is done meanwhile."""
 
 
 def start(model: Any, id: str, tokens: list[int]) -> RowStart:
@@ -66,7 +71,7 @@ def test_a_rows_first_token_is_in_no_cache_until_the_next_step(
     for id, length in (("a", 3), ("b", 2)):
         caches, lacking = batch.caches(id)
         assert (caches[0].offset, lacking) == (length, 1)
-    batch.step()
+    batch.step(nothing)
     for id, length in (("a", 3), ("b", 2)):
         caches, lacking = batch.caches(id)
         assert lacking == 0
@@ -86,12 +91,33 @@ def test_a_row_that_leaves_between_its_first_token_and_its_second_leaves_the_oth
         for row in batch.join([start(model, id, prompts[id]) for id in group], lambda id, caches, lacking: None):
             drawn[row.id].append(row.token_id)
     batch.remove(frozenset({leaves}))
+    assert batch.step(nothing) == []  # all of them have told their first tokens, and no other has been computed
     for _ in range(5):
-        for row in batch.step():
+        for row in batch.step(nothing):
             drawn[row.id].append(row.token_id)
     for id, prompt in prompts.items():
         ids, _ = cold_run(model, prompt, 6)
         assert drawn[id] == (ids[:1] if id == leaves else ids)
+
+
+def test_a_row_that_joins_runs_with_the_others_in_one_pass() -> None:
+    model = Watched()
+    batch = MergedBatch(model, last_apart=False)
+    drawn: dict[str, list[int]] = {"a": [], "b": []}
+
+    def keep(rows: list[RowToken]) -> list[str]:
+        for row in rows:
+            drawn[row.id].append(row.token_id)
+        return [row.id for row in rows]
+
+    keep(batch.join([start(model, "a", [1, 2, 3])], lambda id, caches, lacking: None))
+    assert [keep(batch.step(nothing)) for _ in range(3)] == [[], ["a"], ["a"]]
+    keep(batch.join([start(model, "b", [4, 5])], lambda id, caches, lacking: None))
+    model.calls.clear()
+    assert [keep(batch.step(nothing)) for _ in range(3)] == [["a"], ["a", "b"], ["a", "b"]]
+    assert model.calls == [(2, 1)] * 3
+    for id, prompt in (("a", [1, 2, 3]), ("b", [4, 5])):
+        assert drawn[id] == cold_run(model.inner, prompt, len(drawn[id]))[0]
 
 
 def test_the_last_row_that_leaves_before_its_second_token_leaves_nothing() -> None:
@@ -99,7 +125,7 @@ def test_the_last_row_that_leaves_before_its_second_token_leaves_nothing() -> No
     batch = MergedBatch(model, last_apart=False)
     batch.join([start(model, "a", [1, 2, 3])], lambda id, caches, lacking: None)
     batch.remove(frozenset({"a"}))
-    assert batch.step() == []
+    assert batch.step(nothing) == []
     with pytest.raises(KeyError):
         batch.caches("a")
 

@@ -9,7 +9,7 @@ import pytest
 
 from omlxd.engine.api import Sampling
 from omlxd.engine.model import SamplingDefaults
-from omlxd.engine.sampling import BatchSampler, Penalties, SamplerRow, bias_processor, logprobs_of
+from omlxd.engine.sampling import BatchSampler, Penalties, SamplerRow, bias_processor, likely, read_likely
 from omlxd.engine.sampling_settings import SamplingSettings, resolve
 
 VOCABULARY = 12
@@ -102,13 +102,11 @@ def test_draws_follow_the_probabilities() -> None:
 
 
 def penalised(settings: SamplingSettings, prompt: list[int], answer: list[int]) -> list[float]:
-    """The logits after `answer`, all ones before, as mlx-lm would call the processor token by token."""
+    """The logits after `answer`, all ones before, the processor called token by token."""
     logits = mx.ones((1, VOCABULARY))
     processor = Penalties(settings, prompt=prompt[:-1], answer=None, vocab_size=VOCABULARY)
-    seen = list(prompt[:-1])
     for token in [prompt[-1], *answer]:
-        seen.append(token)
-        result = processor(mx.array(seen), logits)
+        result = processor(mx.array([token]), logits)
     return [round(value, 4) for value in result[0].tolist()]
 
 
@@ -125,14 +123,14 @@ def test_penalties_of_a_resumed_answer_are_those_of_an_uninterrupted_one() -> No
     settings = SamplingSettings(seed=0, repetition_penalty=1.5, presence_penalty=0.1, frequency_penalty=0.2)
     whole = penalised(settings, [1, 2], [3, 4, 3])
     resumed = Penalties(settings, prompt=[1, 2], answer=[3, 4], vocab_size=VOCABULARY)
-    result = resumed(mx.array([1, 2, 3, 4, 3]), mx.ones((1, VOCABULARY)))
+    result = resumed(mx.array([3]), mx.ones((1, VOCABULARY)))
     assert [round(value, 4) for value in result[0].tolist()] == whole
 
 
 def test_an_answer_of_one_token_is_resumed_as_an_answer() -> None:
     settings = SamplingSettings(seed=0, presence_penalty=0.25)
     resumed = Penalties(settings, prompt=[1, 2], answer=[], vocab_size=VOCABULARY)
-    result = resumed(mx.array([1, 2, 3]), mx.ones((1, VOCABULARY)))
+    result = resumed(mx.array([3]), mx.ones((1, VOCABULARY)))
     assert [round(value, 4) for value in result[0].tolist()] == penalised(settings, [1, 2], [3])
 
 
@@ -176,15 +174,16 @@ def test_the_largest_biases_leave_finite_logits_and_decide(kind: mx.Dtype, value
 
 
 def test_a_banned_token_has_a_logprob_that_json_can_say() -> None:
-    chosen, best = logprobs_of(mx.array([0.0, -math.inf]), 1, 2)
-    assert [chosen, *(value for _, value in best)] == [-mx.finfo(mx.float32).max, 0.0, -mx.finfo(mx.float32).max]
+    least = -mx.finfo(mx.float32).max
+    assert read_likely(likely(mx.array([0.0, -math.inf]), mx.array(1), 2)) == [(1, least), (0, 0.0), (1, least)]
 
 
 def test_logprobs_are_those_of_the_chosen_and_of_the_best() -> None:
-    chosen, best = logprobs_of(ladder()[0], 4, 2)
-    assert chosen == pytest.approx(-5 * math.log(2))
-    assert [id for id, _ in best] == [0, 1]
-    assert best[1][1] == pytest.approx(-2 * math.log(2))
+    logits = ladder()[0] + 3.5
+    found = read_likely(likely(logits, mx.array(4), 2))
+    assert [id for id, _ in found] == [4, 0, 1]
+    for id, value in found:
+        assert value == pytest.approx(-(id + 1) * math.log(2), abs=1e-3)
 
 
 def test_what_the_client_leaves_open_comes_from_the_model_and_then_from_the_protocol() -> None:
