@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
@@ -79,8 +79,10 @@ async def decode(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, 
     return sum((tokens - 1) / (result.timings.decode_ms / 1e3) for result in results)
 
 
-def bare_decode(model: Module, prompts: Sequence[list[int]], tokens: int) -> float:
-    """The same of mlx-lm's `BatchGenerator` in a loop."""
+def bare_decode(
+    model: Module, prompts: Sequence[list[int]], tokens: int, tell: Callable[[object], object] | None = None
+) -> float:
+    """The same of mlx-lm's `BatchGenerator` in a loop; `tell` is given each step's tokens."""
     generator = BatchGenerator(model, max_tokens=tokens)
     generator.insert(list(prompts))
     began, produced = 0.0, 0
@@ -88,6 +90,8 @@ def bare_decode(model: Module, prompts: Sequence[list[int]], tokens: int) -> flo
         if not began:
             began = time.perf_counter()
         produced += len(responses)
+        if tell is not None:
+            tell(responses)
     generator.close()
     return (produced - len(prompts)) / (time.perf_counter() - began)
 
