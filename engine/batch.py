@@ -16,8 +16,9 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from omlxd.engine.decoding import Decoding, merged
-from omlxd.engine.drawing import Caches, Draws, RowFailed, RowStart, RowToken
+from omlxd.engine.drawing import Draws, RowFailed, RowStart, RowToken
 from omlxd.engine.joining import Computed, row_of, run_alone, run_together
+from omlxd.engine.prefill import Caches
 
 
 class Batch(Protocol):

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 
 from mlx.nn.layers.base import Module
 
-from omlxd.engine.drawing import Caches, Drawn, Draws, RowStart, RowToken
+from omlxd.engine.drawing import Drawn, Draws, RowStart, RowToken
+from omlxd.engine.prefill import Caches
 
 
 class Decoding:

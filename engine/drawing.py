@@ -1,21 +1,20 @@
-"""Drawing: what the rows of a batch have to be told apart for, from the logits of a pass to each row's next token.
+"""Drawing: from the logits of a pass to the next token of each row.
 
 `Draws` keeps a batch's rows in the batch's order: their sampler, their processors, whether their clients want
 log-probabilities. What it draws is put together lazily and computed with the pass: nothing is computed of the logits
-that no row asks for. Used on the engine thread by `joining.py`'s and `decoding.py`'s passes.
+that no row asks for. Used by `batch.py` and `decoding.py` on the engine thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import mlx.core as mx
 
+from omlxd.engine.prefill import Caches
 from omlxd.engine.sampling import BatchSampler, Likely, LogitsProcessor, SamplerRow, likely
-
-Caches = list[Any]
 
 
 class RowFailed(Exception):

@@ -15,7 +15,8 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache
 
-from omlxd.engine.drawing import Caches, RowStart
+from omlxd.engine.drawing import RowStart
+from omlxd.engine.prefill import Caches
 
 # So many tokens of rows that join are run together with the last ones of their prompts. Logits then come for all of
 # them, which for more tokens costs more, in time and in memory, than a pass of its own for the last ones.

@@ -162,8 +162,8 @@ class Penalties:
 
     Repetition divides positive and multiplies negative logits of every token of prompt and answer; presence and
     frequency subtract for tokens of the answer only. Counts per token are kept on the device and grow by the newest
-    token at each call, so a step costs the same however long the sequence is. mlx-lm calls a processor with the
-    tokens so far, whose last is the newest; its first call still belongs to the prompt, unless an answer has begun.
+    token at each call, so a step costs the same however long the sequence is. The first call's token still belongs
+    to the prompt, unless an answer has begun.
     """
 
     def __init__(

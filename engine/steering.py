@@ -99,11 +99,10 @@ class Steering:
         for token_id in answer:
             self._observe(token_id)
 
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """`tokens` (1,) is the newest one, which is not computed yet; in the first call it is known already."""
+    def __call__(self, newest: mx.array, logits: mx.array) -> mx.array:
+        """`newest` (1,) is the row's token that is not computed yet; in the first call it is known already."""
         if self._finished:
             return logits
-        newest = tokens[-1]
         if self._called:
             # In this order: the token is then waited for alone, while the pass behind it runs.
             mx.async_eval(newest)  # type: ignore[no-untyped-call]

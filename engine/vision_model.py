@@ -1,4 +1,4 @@
-"""A vision model as the engine runs it: mlx-vlm's parts behind the call that mlx-lm's batches make.
+"""A vision model as the engine runs it: mlx-vlm's parts behind the call that a batch makes.
 
 `VisionModel` is built on the loader thread and owned by one engine thread. It holds weights and facts and no request's
 state: where a row's positions stand travels with the row, in a leaf of its own beside its caches (`RowShift`), which
@@ -26,7 +26,7 @@ AXES = 3  # of a position with time, height and width
 class RowShift:
     """By how much positions run ahead of the count of tokens after a row's last picture, for each row of a batch.
 
-    Shaped as a cache leaf, so that mlx-lm's batches carry it along with the row; it holds no keys and no values.
+    Shaped as a cache leaf, so that a batch carries it along with the row; it holds no keys and no values.
     """
 
     def __init__(self, shifts: Sequence[int] = (0,)) -> None:
@@ -71,7 +71,7 @@ class RowShift:
 
 
 class VisionModel(Module):
-    """A model of mlx-vlm's that mlx-lm's batches can call, and that embeds one picture at a time.
+    """A model of mlx-vlm's that a batch can call, and that embeds one picture at a time.
 
     `counts_apart`: its positions are told, because a picture takes fewer of them than it has tokens (mRoPE).
     """

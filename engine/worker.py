@@ -25,7 +25,7 @@ from omlxd.engine.api import (
     ShuttingDown,
 )
 from omlxd.engine.decoder import direct
-from omlxd.engine.drawing import Caches, RowFailed, RowToken
+from omlxd.engine.drawing import RowFailed, RowToken
 from omlxd.engine.fetching import Fetching, Lender
 from omlxd.engine.following import Following
 from omlxd.engine.guard import MemoryGuard
@@ -38,7 +38,7 @@ from omlxd.engine.metrics import Meter
 from omlxd.engine.model import LoadedModel
 from omlxd.engine.picture_memory import PictureMemory
 from omlxd.engine.places import Places
-from omlxd.engine.prefill import TOWER_FAILURES, Prefill, Unseen, mergeable, new_caches
+from omlxd.engine.prefill import TOWER_FAILURES, Caches, Prefill, Unseen, mergeable, new_caches
 from omlxd.engine.prefixes import Prefixes
 from omlxd.engine.prompts import Prompts
 from omlxd.engine.reporting import Emit, Reports
