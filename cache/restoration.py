@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from omlxd.cache.cutting import is_better
 from omlxd.cache.entries import Block, Checkpoint, block_nbytes, states_nbytes
 from omlxd.cache.hot import Entry, HotTier
 from omlxd.cache.keys import BlockSpec
@@ -76,14 +77,34 @@ class Restoration:
 
     def _add_block(self, record: StoredBlock, beyond: bool, on_disk: bool) -> tuple[bool, list[Entry]]:
         at = record.spec.start // self._block_size
-        if self._tree.covering(self._path[:at], record.spec) is not None:
+        there = self._tree.covering(self._path[:at], record.spec)
+        if there is not None and not there.gaps:
             return True, []
+        if there is not None and there.spec.key == record.spec.key:
+            return self._better(there, record, beyond, on_disk)
+        # A longer block that lacks rows may not do what this one can: they stand side by side.
         fits, gone = self._tier.make_room_locked(block_nbytes(record.spec, record.pieces))
         if fits or beyond:
             block = self._tree.link(self._path[:at], record.spec, record.pieces)
             block.computed = True
             self._path[at:] = [block]
             self._add(block, on_disk)
+        return fits or beyond, gone
+
+    def _better(self, block: Block, record: StoredBlock, beyond: bool, on_disk: bool) -> tuple[bool, list[Entry]]:
+        """Gives a block that lacks rows the record's of those leaves that have more of them there."""
+        pieces = [min(pair, key=lambda piece: len(piece.gap)) for pair in zip(block.pieces, record.pieces, strict=True)]
+        if not is_better(pieces, block):
+            return True, []
+        self._tier.pin_locked(block)  # it must not make room for itself
+        fits, gone = self._tier.make_room_locked(block_nbytes(record.spec, pieces) - block.nbytes)
+        if fits or beyond:
+            self._tree.replace(block, pieces)
+            block.computed = True
+            is_record = all(piece is stored for piece, stored in zip(pieces, record.pieces, strict=True))
+            self._path[record.spec.start // self._block_size :] = [block]
+            self._add(block, on_disk and is_record)
+        self._tier.unpin_locked(block)
         return fits or beyond, gone
 
     def _add_checkpoint(self, record: StoredCheckpoint, beyond: bool, on_disk: bool) -> tuple[bool, list[Entry]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from omlxd.cache.keys import TOKEN_BYTES, BlockSpec, block_key, common_run, first_tokens, shared, touching
 from omlxd.cache.prefix import Standing
-from omlxd.cache.ssd_format import Model, Record
+from omlxd.cache.ssd_format import Model, Record, missing_rows
 from omlxd.cache.ssd_index import Entry, Lookup
 from omlxd.cache.ssd_queue import WriteQueue
 from omlxd.cache.store import BLOCK, CHECKPOINT
@@ -64,19 +64,21 @@ class Planner:
             path.append(step)
             parent = spec.key
         depth = standing.blocks + len(path)
-        last, run, stored = self._next(specs[depth], parent) if depth < len(specs) else (None, 0, b"")
+        alike = self._alike(specs[depth], parent) if depth < len(specs) else []
+        last = _longest(alike)
+        run, stored = (last.run, last.stored) if last is not None else (0, b"")
         reach = (specs[depth].start if depth < len(specs) else specs[-1].stop) + run if specs else 0
         if self._model.recurrent:
-            return self._to_checkpoint(standing, path, (last, run), reach=reach, stored=stored)
+            return self._to_checkpoint(standing, path, alike, reach=reach, stored=stored)
         position = min(standing.limit, reach)
         if position <= standing.position:
             return Plan((), standing.position, reach, stored)
-        return Plan([*path, *([last] if last is not None else [])], position, reach, stored)
+        return Plan([*path, *([last.step] if last is not None else [])], position, reach, stored)
 
     def _to_checkpoint(
-        self, standing: Standing, path: list[Step], last: tuple[Step | None, int], *, reach: int, stored: bytes
+        self, standing: Standing, path: list[Step], alike: Sequence[_Alike], *, reach: int, stored: bytes
     ) -> Plan:
-        specs, step, run = standing.specs, *last
+        specs, run = standing.specs, max((each.run for each in alike), default=0)
         depth = standing.blocks + len(path)
         for level in range(min(depth, len(specs) - 1), -1, -1):
             spec = specs[level]
@@ -89,8 +91,9 @@ class Planner:
                 continue
             position, checkpoint = found
             blocks = path[: max(0, level + 1 - standing.blocks)]
-            if level == depth and step is not None:
-                blocks = [*path, step]
+            if level == depth:
+                reaching = [each for each in alike if spec.start + each.run >= position]
+                blocks = [*path, min(reaching, key=lambda each: each.gaps).step]
             return Plan([*blocks, checkpoint], position, reach, stored)
         return Plan((), standing.position, reach, stored)
 
@@ -107,23 +110,39 @@ class Planner:
         record = self._queue.find(self._model.identity, (kind, key))
         if record is not None:
             return Step(kind, key, record.parent, record.spec.num_tokens, 0, record)
-        if kind == BLOCK:
-            return _step_of(self._lookup.block(self._identity, key))
-        return _step_of(self._lookup.checkpoint(self._identity, [key]))
+        entry = (
+            self._lookup.block(self._identity, key) if kind == BLOCK else self._lookup.checkpoint(self._identity, [key])
+        )
+        return None if entry is None else _step_of(entry)
 
-    def _next(self, spec: BlockSpec, parent: bytes) -> tuple[Step | None, int, bytes]:
-        """The block that shares the most first tokens with `spec`, how many, and its further ones."""
-        best: tuple[Step | None, int, bytes] = (None, 0, b"")
-        for entry in self._lookup.alike(self._identity, parent, spec.tokens):
-            run = common_run(entry.tokens, spec.tokens)
-            if run > best[1] and _has_pictures_of(entry, spec):
-                best = (_step_of(entry), run, entry.tokens[run * TOKEN_BYTES :])
+    def _alike(self, spec: BlockSpec, parent: bytes) -> list[_Alike]:
+        """The blocks after `parent` that share first tokens with `spec`."""
+        found = [
+            _Alike(_step_of(entry), run, entry.gaps, entry.tokens[run * TOKEN_BYTES :])
+            for entry in self._lookup.alike(self._identity, parent, spec.tokens)
+            if (run := common_run(entry.tokens, spec.tokens)) and _has_pictures_of(entry, spec)
+        ]
         waiting = self._queue.alike(self._model.identity, parent, spec.tokens)
-        if waiting is not None and shared(waiting.spec, spec.tokens, spec.spans) > best[1]:
-            run, own = shared(waiting.spec, spec.tokens, spec.spans), waiting.spec
+        if waiting is not None and (run := shared(waiting.spec, spec.tokens, spec.spans)):
+            own = waiting.spec
             step = Step(BLOCK, own.key, parent, own.num_tokens, 0, waiting)
-            best = (step, run, own.tokens[run * TOKEN_BYTES :])
-        return best
+            found.append(_Alike(step, run, missing_rows(waiting), own.tokens[run * TOKEN_BYTES :]))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """A block whose first `run` tokens are the prompt's; its windows lack `gaps` rows, and `stored` follow."""
+
+    step: Step
+    run: int
+    gaps: int
+    stored: bytes
+
+
+def _longest(alike: Sequence[_Alike]) -> _Alike | None:
+    """Of those that share as much, the one that has most of its rows."""
+    return max(alike, key=lambda each: (each.run, -each.gaps), default=None)
 
 
 def _has_pictures_of(entry: Entry, spec: BlockSpec) -> bool:
@@ -137,5 +156,5 @@ def _has_pictures_of(entry: Entry, spec: BlockSpec) -> bool:
     return block_key(entry.parent, entry.tokens, spans) == entry.key
 
 
-def _step_of(entry: Entry | None) -> Step | None:
-    return None if entry is None else Step(entry.kind, entry.key, entry.parent, entry.num_tokens, entry.nbytes)
+def _step_of(entry: Entry) -> Step:
+    return Step(entry.kind, entry.key, entry.parent, entry.num_tokens, entry.nbytes)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from omlxd.cache.keys import common_run
-from omlxd.cache.ssd_format import Model, Record
+from omlxd.cache.ssd_format import Model, Record, missing_rows
 from omlxd.cache.store import Name, Offer, StoredBlock
 
 MOST_MISSED = 100_000
@@ -89,7 +89,7 @@ class WriteQueue:
             return job.record if job else None
 
     def alike(self, identity: bytes, parent: bytes, tokens: bytes) -> StoredBlock | None:
-        """The waiting block after `parent` that shares the most first tokens, if any shares one."""
+        """The waiting block after `parent` that shares the most first tokens: of several, the one with most rows."""
         with self._changed:
             waiting = [*self._jobs.values(), *([self._writing] if self._writing else [])]
         near = [
@@ -97,7 +97,7 @@ class WriteQueue:
             for job in waiting
             if isinstance(job.record, StoredBlock) and job.model.identity == identity and job.record.parent == parent
         ]
-        best = max(near, key=lambda record: common_run(record.spec.tokens, tokens), default=None)
+        best = max(near, key=lambda each: (common_run(each.spec.tokens, tokens), -missing_rows(each)), default=None)
         return best if best is not None and common_run(best.spec.tokens, tokens) else None
 
     def _current(self, identity: bytes, name: Name) -> Job | None:

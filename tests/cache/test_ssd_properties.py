@@ -15,7 +15,7 @@ from omlxd.cache.hot import HotTier
 from tests.cache import synthetic
 from tests.cache.shelves import flush, open_store, shelved
 from tests.cache.synthetic import assert_restored, feed, new_cache
-from tests.cache.test_properties import LAYOUTS, SEQUENCES
+from tests.cache.test_properties import LAYOUTS, LINE, SEQUENCES
 
 PLENTY = 1 << 30
 BLOCK = 4
@@ -126,3 +126,15 @@ def test_any_history_restores_what_was_computed_and_forgets_nothing_by_itself(la
             max_examples=EXAMPLES, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
+
+
+@pytest.mark.parametrize("asked", [5, 7])
+def test_what_memory_lacks_of_a_block_comes_from_disk(asked):
+    """Found by the machine: a turned ring's block with a gap stood for what the disk had whole, and the hit fell to 1."""
+    machine = type("RestartsHybrid", (Restarts,), {"layout": "hybrid"})()
+    machine.start(budget=200)
+    try:
+        for prompt in (LINE[:1], LINE[:10], LINE[:asked]):
+            machine.request(tokens=[*prompt, 0], chunk=1)
+    finally:
+        machine.teardown()
