@@ -10,7 +10,7 @@ the request's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -19,6 +19,8 @@ from omlxd.engine.decoding import Decoding, merged
 from omlxd.engine.drawing import Draws, RowFailed, RowStart, RowToken
 from omlxd.engine.joining import Computed, row_of, run_alone, run_together
 from omlxd.engine.prefill import Caches
+
+T = TypeVar("T")
 
 
 class Batch(Protocol):
@@ -32,12 +34,19 @@ class Batch(Protocol):
         """
         ...
 
-    def step(self, meanwhile: Callable[[], None]) -> list[RowToken]:
+    def step(self) -> list[RowToken]:
         """Begins the next pass for every row and tells the tokens of the one before.
 
         A row that has joined since the last step is in it for the first time: its second token comes with the next
-        step. `meanwhile` is called once or more before this thread waits for a token. Raises RowFailed for a row's own
-        fault.
+        step. `draw` is to follow; rows that end with these tokens are best removed before. Raises RowFailed for a
+        row's own fault.
+        """
+        ...
+
+    def draw(self) -> None:
+        """Draws each row's next token from the pass that `step` began, for the next `step` to tell.
+
+        Raises RowFailed for a row's own fault.
         """
         ...
 
@@ -91,9 +100,13 @@ class MergedBatch:
         else:
             self._running.extend(entering)
 
-    def step(self, meanwhile: Callable[[], None]) -> list[RowToken]:
+    def step(self) -> list[RowToken]:
         self._enter()
-        return [] if self._running is None else self._running.step(meanwhile)
+        return [] if self._running is None else self._running.step()
+
+    def draw(self) -> None:
+        if self._running is not None:
+            self._running.draw()
 
     def caches(self, id: str) -> tuple[Caches, int]:
         for rows in (self._entering, self._running):
@@ -132,16 +145,12 @@ class InterleavedBatch:
         self._rows[row.id] = Decoding(self._model, draws, row.caches, first)
         return told
 
-    def step(self, meanwhile: Callable[[], None]) -> list[RowToken]:
-        tokens: list[RowToken] = []
+    def step(self) -> list[RowToken]:
+        return [token for id, row in self._rows.items() for token in _of_row(id, row.step)]
+
+    def draw(self) -> None:
         for id, row in self._rows.items():
-            try:
-                tokens += row.step(meanwhile)
-            except RowFailed:
-                raise
-            except Exception as exc:  # a row with a cache of its own fails alone, whatever the model raised
-                raise RowFailed(id) from exc
-        return tokens
+            _of_row(id, row.draw)
 
     def caches(self, id: str) -> tuple[Caches, int]:
         row = self._rows[id]
@@ -157,3 +166,13 @@ class InterleavedBatch:
 
 def _newest(rows: Sequence[RowStart]) -> mx.array:
     return mx.array([row.tokens[-1] for row in rows])
+
+
+def _of_row(id: str, step: Callable[[], T]) -> T:
+    """A row with a cache of its own fails alone, whatever the model raised."""
+    try:
+        return step()
+    except RowFailed:
+        raise
+    except Exception as exc:
+        raise RowFailed(id) from exc

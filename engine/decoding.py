@@ -2,18 +2,25 @@
 
 mlx-lm's `GenerationBatch` does this too, on the same merged caches. This one computes log-probabilities for those rows
 alone that want them, takes rows that join into the pass of all others instead of one of their own, and leaves to
-the request what is the request's: when a row ends, and what has been said so far. Used by `batch.py` on the engine
+the request what is the request's: when a row ends, and what has been said so far.
+
+A pass is begun in two parts. While the device computes the first layers, the last pass's tokens are read and their
+clients told; a pass that is begun as a whole may hold this thread until it is nearly over (mlx lets no more than ten
+tasks wait), and then the device would stand idle while this thread has its turn. Used by `batch.py` on the engine
 thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from omlxd.engine.drawing import Drawn, Draws, RowStart, RowToken
 from omlxd.engine.prefill import Caches
+
+FIRST_PART = 1 / 4  # of the layers: time enough to tell the tokens, and little to wait for before they are told
 
 
 class Decoding:
@@ -26,6 +33,7 @@ class Decoding:
         self.caches = caches
         self._latest = first
         self._told = frozenset(draws.ids)  # whose latest token has been told
+        self._logits: mx.array | None = None  # (rows, vocabulary) of a pass from which nothing has been drawn yet
 
     @property
     def ids(self) -> Sequence[str]:
@@ -36,19 +44,25 @@ class Decoding:
         """Whether the caches lack the latest token that was told of a row."""
         return id in self._told
 
-    def step(self, meanwhile: Callable[[], None]) -> list[RowToken]:
+    def step(self) -> list[RowToken]:
         """Begins the next pass and tells the tokens of the one before: of none of the rows that have just joined.
 
-        `meanwhile` is called when the pass is put together and this thread is about to wait: others can have the
-        interpreter then. Raises RowFailed.
+        `draw` is to follow. In between, rows can be removed and their caches read.
         """
         latest, told = self._latest, self._told
-        logits = self._model(latest.tokens[:, None], cache=self.caches)[:, -1]
-        meanwhile()
-        self._latest, self._told = self._draws.draw(logits, latest.tokens), frozenset()
-        self._latest.begin()
+        self._logits = self._model(latest.tokens[:, None], cache=self.caches)[:, -1]
+        self._told = frozenset()
+        early = self.caches[int(len(self.caches) * FIRST_PART)]
+        mx.async_eval(early.state)  # type: ignore[no-untyped-call]
         rows = latest.told(self.ids)
         return [row for row in rows if row.id not in told] if told else rows
+
+    def draw(self) -> None:
+        """Draws from the pass that `step` began, and has all of it computed. Raises RowFailed."""
+        if self._logits is not None:
+            logits, self._logits = self._logits, None
+            self._latest = self._draws.draw(logits, self._latest.tokens)
+            self._latest.begin()
 
     def extend(self, other: Decoding) -> None:
         """Takes all rows of another over; what is under way for both comes to its end."""
@@ -67,6 +81,8 @@ class Decoding:
             self._draws.keep(kept)
             self._latest.keep(kept)
             self._told -= ids
+            if self._logits is not None:
+                self._logits = self._logits[mx.array(kept)]
         return bool(kept)
 
 

@@ -143,19 +143,11 @@ class Worker:
                 self._failures = 0
             except Exception as exc:  # noqa: BLE001  the top of this thread's loop: some requests end, the rest go on
                 failure = self._recover(exc)
-            self._publish()
-            if not self._goes_on_decoding:
-                self._reports.flush()
+            self._tell()
             self._memory.step_over(at_rest=not (self._prompts or self._places.rows))
         self._end_all(failure)
-        self._publish(now=True)
-        self._reports.flush()
+        self._tell(now=True)
         return self._let_go(failure)
-
-    @property
-    def _goes_on_decoding(self) -> bool:
-        """Whether the next thing is a pass: then there is time to tell of the last one when that has begun."""
-        return bool(self._places.rows) and not (self._line or self._prompts or self._failures)
 
     def _take_commands(self) -> None:
         idle = not (self._line or self._prompts or self._places.rows)
@@ -163,8 +155,6 @@ class Worker:
             self._publish(now=True)
         stuck = self._memory.somebody_waits and not (self._prompts or self._places.rows)
         commands = self._inbox.take(wait=idle or stuck, timeout_s=STUCK_S if stuck else self._fetching.wait_s)
-        if commands:
-            self._reports.flush()  # they may take longer than what is told can wait
         for command in commands:
             if isinstance(command, Submit):
                 self._take_in(command.job)
@@ -193,12 +183,20 @@ class Worker:
             view = self._prompts.view(decoding=len(self._places.rows), waiting=self._line.waiting)
             self._compute(turn(view, self._memory.turn_limits(self._limits, self._prompts.prefills)))
         if self._places.rows:
-            self._concerned = list(self._places.rows.values())
-            tokens = self._places.batch.step(self._reports.flush)
-            if tokens:  # none if all rows have just joined
-                self._meter.stepped(len(tokens))
-                self._settle(tokens)
+            self._decode()
         self._concerned = ()
+
+    def _decode(self) -> None:
+        """Tells every row's token while the first part of the next pass is computed, then begins the rest of it."""
+        batch = self._places.batch
+        self._concerned = list(self._places.rows.values())
+        tokens = batch.step()
+        if tokens:  # none if all rows have just joined
+            self._meter.stepped(len(tokens))
+            self._settle(tokens)
+            self._tell()
+            self._concerned = list(self._places.rows.values())
+        batch.draw()
 
     def _take_in(self, job: Job) -> None:
         request = Request(job, self._decoder, self._clock)
@@ -366,7 +364,7 @@ class Worker:
             self._places.rows[request.id] = request
         self._meter.joined(len(first))
         self._settle(first)
-        self._reports.flush()  # nobody waits for the step to see a first token
+        self._tell()  # nobody waits for the step to see a first token
 
     def _stored(self, request: Request, caches: Caches, position: int) -> None:
         """The request's tokens have been computed up to `position`."""
@@ -482,6 +480,11 @@ class Worker:
         if accounted:
             freed = accounted if remains is None else min(freed, accounted)
         return Closed(failure, freed, remains)
+
+    def _tell(self, *, now: bool = False) -> None:
+        """Whoever is told of an end finds it counted."""
+        self._publish(now=now)
+        self._reports.flush()
 
     def _publish(self, *, now: bool = False) -> None:
         if self._loaded.cache is not None and self._prefixes.cache is None:

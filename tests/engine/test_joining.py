@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -21,8 +23,10 @@ from tests.engine.watched import Watched
 from tests.models import build, cold_run
 
 
-def nothing() -> None:
-    """Nothing is done meanwhile."""
+def stepped(batch: MergedBatch | InterleavedBatch) -> list[RowToken]:
+    tokens = batch.step()
+    batch.draw()
+    return tokens
 
 
 def start(model: Any, id: str, tokens: list[int]) -> RowStart:
@@ -71,7 +75,7 @@ def test_a_rows_first_token_is_in_no_cache_until_the_next_step(
     for id, length in (("a", 3), ("b", 2)):
         caches, lacking = batch.caches(id)
         assert (caches[0].offset, lacking) == (length, 1)
-    batch.step(nothing)
+    stepped(batch)
     for id, length in (("a", 3), ("b", 2)):
         caches, lacking = batch.caches(id)
         assert lacking == 0
@@ -91,9 +95,9 @@ def test_a_row_that_leaves_between_its_first_token_and_its_second_leaves_the_oth
         for row in batch.join([start(model, id, prompts[id]) for id in group], lambda id, caches, lacking: None):
             drawn[row.id].append(row.token_id)
     batch.remove(frozenset({leaves}))
-    assert batch.step(nothing) == []  # all of them have told their first tokens, and no other has been computed
+    assert stepped(batch) == []  # all of them have told their first tokens, and no other has been computed
     for _ in range(5):
-        for row in batch.step(nothing):
+        for row in stepped(batch):
             drawn[row.id].append(row.token_id)
     for id, prompt in prompts.items():
         ids, _ = cold_run(model, prompt, 6)
@@ -111,13 +115,47 @@ def test_a_row_that_joins_runs_with_the_others_in_one_pass() -> None:
         return [row.id for row in rows]
 
     keep(batch.join([start(model, "a", [1, 2, 3])], lambda id, caches, lacking: None))
-    assert [keep(batch.step(nothing)) for _ in range(3)] == [[], ["a"], ["a"]]
+    assert [keep(stepped(batch)) for _ in range(3)] == [[], ["a"], ["a"]]
     keep(batch.join([start(model, "b", [4, 5])], lambda id, caches, lacking: None))
     model.calls.clear()
-    assert [keep(batch.step(nothing)) for _ in range(3)] == [["a"], ["a", "b"], ["a", "b"]]
+    assert [keep(stepped(batch)) for _ in range(3)] == [["a"], ["a", "b"], ["a", "b"]]
     assert model.calls == [(2, 1)] * 3
     for id, prompt in (("a", [1, 2, 3]), ("b", [4, 5])):
         assert drawn[id] == cold_run(model.inner, prompt, len(drawn[id]))[0]
+
+
+@pytest.mark.parametrize("kind", [MergedBatch, InterleavedBatch])
+@pytest.mark.parametrize("layout", ["llama", "gemma3_text", "lfm2"])
+@pytest.mark.parametrize("leaves", ["a", "b", "c"])
+def test_a_row_that_ends_with_its_token_leaves_before_the_next_is_drawn(
+    kind: type[MergedBatch] | type[InterleavedBatch], layout: str, leaves: str
+) -> None:
+    model = build(layout)
+    prompts = {"a": [1, 2, 3], "b": [4, 5], "c": [6, 7, 8, 9]}
+    draws: list[str] = []
+
+    def processor(id: str) -> Callable[[mx.array, mx.array], mx.array]:
+        def process(newest: mx.array, logits: mx.array) -> mx.array:
+            draws.append(id)
+            return logits
+
+        return process
+
+    batch = kind(model, last_apart=False)
+    rows = [replace(start(model, id, tokens), processors=[processor(id)]) for id, tokens in prompts.items()]
+    drawn = {row.id: [row.token_id] for row in batch.join(rows, lambda id, caches, lacking: None)}
+    stepped(batch)
+    for step in range(4):
+        draws.clear()
+        for row in batch.step():
+            drawn[row.id].append(row.token_id)
+        assert draws == []  # what is there is told first
+        if step == 1:
+            batch.remove(frozenset({leaves}))
+        batch.draw()
+        assert draws == [id for id in prompts if step < 1 or id != leaves]
+    for id, prompt in prompts.items():
+        assert drawn[id] == cold_run(model, prompt, 3 if id == leaves else 5)[0]
 
 
 def test_the_last_row_that_leaves_before_its_second_token_leaves_nothing() -> None:
@@ -125,7 +163,7 @@ def test_the_last_row_that_leaves_before_its_second_token_leaves_nothing() -> No
     batch = MergedBatch(model, last_apart=False)
     batch.join([start(model, "a", [1, 2, 3])], lambda id, caches, lacking: None)
     batch.remove(frozenset({"a"}))
-    assert batch.step(nothing) == []
+    assert stepped(batch) == []
     with pytest.raises(KeyError):
         batch.caches("a")
 
