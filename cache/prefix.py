@@ -9,17 +9,16 @@ out belong to the caller, and nothing done to them reaches what is stored.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-
-import mlx.core as mx
 
 from omlxd.cache.entries import Block, Checkpoint, Match
 from omlxd.cache.explain import Explanation, explanation
 from omlxd.cache.hot import HotTier
 from omlxd.cache.keys import BlockSpec, MediaSpan, chain, pack, unpack
 from omlxd.cache.layouts import Leaf, ModelLayout
-from omlxd.cache.pieces import join
 from omlxd.cache.restoration import Restoration
+from omlxd.cache.restoring import Restoring
 from omlxd.cache.store import BlockStore, Name, Offer, StoredBlock, StoredCheckpoint
 from omlxd.cache.tree import PrefixTree
 from omlxd.cache.tree_view import Node
@@ -95,6 +94,7 @@ class PrefixCache:
         self.block_size = block_size
         self._root = root
         self._layout = layout
+        self._restoring = Restoring(layout)
         self._tier = tier
         self._store = store
         self._tree = PrefixTree(tier, block_size, needs=layout.needs, recurrent=self.recurrent)
@@ -141,7 +141,7 @@ class PrefixCache:
                 self._tier.pin_locked(entry)
         done = False
         try:
-            hit = Hit(self, self._restored(match), match)
+            hit = Hit(self, self._restoring.caches(match), match)
             done = True
         finally:
             if not done:
@@ -158,6 +158,13 @@ class PrefixCache:
         self._counts.reused_tokens += match.position
         return hit
 
+    def sharing(self) -> AbstractContextManager[None]:
+        """Inside, lookups that find the same prefix one after another get caches with the same arrays, until they part.
+
+        A copy of the latest prefix is kept for that, and let go at the end.
+        """
+        return self._restoring.sharing()
+
     def count_computed(self, num_tokens: int) -> None:
         """So many tokens of a looked-up prompt were not stored and have been computed."""
         self._counts.computed_tokens += num_tokens
@@ -170,19 +177,6 @@ class PrefixCache:
             reach, block = self._tree.reach(specs)
         stored = unpack(block.spec.tokens)[reach - block.spec.start :] if block else []
         return explanation(tokens, media, usable=usable, reach=reach, stored=stored, recurrent=self.recurrent)
-
-    def _restored(self, match: Match) -> list[Leaf]:
-        caches = self._layout.fresh()
-        if match.position == 0:
-            return caches
-        rows = []
-        for index, needs in enumerate(self._layout.needs(match.position)):
-            pieces = [(block.spec.start, block.pieces[index]) for block in match.blocks]
-            rows.append(join(pieces, needs, match.position))
-        states = match.checkpoint.states if match.checkpoint else []
-        mx.eval(rows)
-        self._layout.fill(caches, rows, states, match.position)
-        return caches
 
     def _specs(self, tokens: Sequence[int], media: Sequence[MediaSpan]) -> list[BlockSpec]:
         return chain(self._root, pack(tokens), media, self.block_size)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,10 @@ class Prefixes:
     @property
     def only_at_checkpoints(self) -> bool:
         return self._cache is not None and self._cache.recurrent
+
+    def sharing(self) -> AbstractContextManager[None]:
+        """Inside, requests that begin with the same prefix share its memory until each goes on."""
+        return nullcontext() if self._cache is None else self._cache.sharing()
 
     # -- before -------------------------------------------------------------------------------------------------------
 

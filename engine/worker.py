@@ -178,7 +178,9 @@ class Worker:
         self._line.release([hold for hold in self._line.holds if self._following.over(hold)])
         self._end_overdue()
         self._take_fetched()
-        self._admit()
+        if self._line:
+            with self._prefixes.sharing():
+                self._admit()
         if self._prompts:
             view = self._prompts.view(decoding=len(self._places.rows), waiting=self._line.waiting)
             self._compute(turn(view, self._memory.turn_limits(self._limits, self._prompts.prefills)))
@@ -208,8 +210,6 @@ class Worker:
     # -- admission ----------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        if not self._line:
-            return
         began = self._clock()
         rows = [Row(request.id, self._line.defers(request)) for request in self._places.taken]
         decided = admission(rows, self._limits, interactive_waits=self._line.interactive_waits)

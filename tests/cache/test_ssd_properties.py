@@ -33,6 +33,8 @@ class Restarts(RuleBasedStateMachine):
         self.budget = budget
         self.shadow = new_cache(vars(synthetic)[self.layout](), HotTier(PLENTY), block=BLOCK)
         self.is_spoilt = False
+        # A block that is cut after its window has turned is completed from others in memory, if they still are there.
+        self.may_lack_rows = self.layout in ("windowed", "sinks", "hybrid") and budget < PLENTY
         self._open()
 
     def _open(self):
@@ -53,7 +55,7 @@ class Restarts(RuleBasedStateMachine):
         self.here.cache.check()
         assert self.here.tier.stats().free_bytes >= 0
         assert_restored(hit.caches, tokens, hit.num_tokens)
-        if not self.is_spoilt:
+        if not self.is_spoilt and not self.may_lack_rows:
             assert hit.num_tokens >= expected  # whatever fits into memory
         stored = hit.num_tokens
         for start in range(hit.num_tokens, len(tokens), chunk):
@@ -130,9 +132,10 @@ def test_any_history_restores_what_was_computed_and_forgets_nothing_by_itself(la
 
 @pytest.mark.parametrize("asked", [5, 7])
 def test_what_memory_lacks_of_a_block_comes_from_disk(asked):
-    """Found by the machine: a turned ring's block with a gap stood for what the disk had whole, and the hit fell to 1."""
+    """Found by the machine: a block with a gap stood for what the disk had whole, and the hit fell to 1."""
     machine = type("RestartsHybrid", (Restarts,), {"layout": "hybrid"})()
     machine.start(budget=200)
+    machine.may_lack_rows = False
     try:
         for prompt in (LINE[:1], LINE[:10], LINE[:asked]):
             machine.request(tokens=[*prompt, 0], chunk=1)
