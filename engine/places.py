@@ -21,7 +21,11 @@ from omlxd.engine.request import Request, State
 
 
 class Places:
-    """One model's live requests. `rows` are those that decode, in the order they joined the `batch`."""
+    """One model's live requests.
+
+    `rows` are those that decode, in the order they joined the `batch`. `concerned` are the requests whose work is being
+    done: an exception now is about them.
+    """
 
     def __init__(
         self,
@@ -36,27 +40,28 @@ class Places:
         merges_rows: bool,
     ) -> None:
         self._model = model
-        self._line = line
-        self._fetching = fetching
-        self._prompts = prompts
-        self._following = following
+        self.line = line
+        self.fetching = fetching
+        self.prompts = prompts
+        self.following = following
         self._prefixes = prefixes
         self._memory = memory
         self._merges_rows = merges_rows
         self.rows: dict[str, Request] = {}
+        self.concerned: Sequence[Request] = ()
         self.batch: Batch = self._new_batch()
 
     @property
     def taken(self) -> list[Request]:
         """Those who have one of the rows, as a prompt or decoding."""
-        return [*self._prompts, *self.rows.values()]
+        return [*self.prompts, *self.rows.values()]
 
     @property
     def live(self) -> list[Request]:
-        return [*self._line, *self._fetching.requests, *self.taken]
+        return [*self.line, *self.fetching.requests, *self.taken]
 
     def find(self, id: str) -> Request | None:
-        holders = (self._line.get, self._fetching.get, self._prompts.get, self.rows.get)
+        holders = (self.line.get, self.fetching.get, self.prompts.get, self.rows.get)
         return next((found for get in holders if (found := get(id)) is not None), None)
 
     def keep(self, request: Request) -> None:
@@ -64,22 +69,22 @@ class Places:
         if request.id in self.rows:
             caches, lacking = self.batch.caches(request.id)
             self._prefixes.leave(request, caches, request.length - lacking)
-        elif request.id in self._prompts:
-            prefill = self._prompts[request.id][1]
+        elif request.id in self.prompts:
+            prefill = self.prompts[request.id][1]
             self._prefixes.leave(request, prefill.caches, prefill.done)
 
     def forget(self, request: Request) -> None:
         """Takes a request out of its place. Its row stays in the batch until that is told, too."""
-        self._line.remove(request)
-        self._fetching.forget(request)
+        self.line.remove(request)
+        self.fetching.forget(request)
         self.rows.pop(request.id, None)
         self.forget_prompt(request)
         self._prefixes.forget(request)
         self._memory.leave(request)
 
     def forget_prompt(self, request: Request) -> None:
-        self._prompts.forget(request)
-        self._following.stop(request)
+        self.prompts.forget(request)
+        self.following.stop(request)
 
     def requeue(self, request: Request, reason: str) -> None:
         """Takes a request out of its place and back into the line, ahead of its kind: it goes on later."""
@@ -87,7 +92,7 @@ class Places:
         self.forget(request)
         request.enter(State.HELD, reason)
         request.enter(State.QUEUED, reason)
-        self._line.put_first(request)
+        self.line.put_first(request)
 
     def rebuild(self, joining: Sequence[Request] = ()) -> None:
         """Makes the batch anew; its rows come back from the line.
@@ -96,7 +101,7 @@ class Places:
         """
         self.batch.close()
         self.batch = self._new_batch()
-        lost = [*self.rows.values(), *(request for request in joining if request.id in self._prompts)]
+        lost = [*self.rows.values(), *(request for request in joining if request.id in self.prompts)]
         for request in reversed(lost):
             self.requeue(request, "the batch is rebuilt")
 

@@ -53,9 +53,19 @@ class _Lent:
 class Prefixes:
     """The prefixes of one model's requests."""
 
-    def __init__(self, model: Module, cache: PrefixCache | None, prefill: MakePrefill | None = None) -> None:
-        """`prefill` makes a request's prefill on caches that hold so many of its tokens; a plain one unless given."""
+    def __init__(
+        self,
+        model: Module,
+        cache: PrefixCache | None,
+        prefill: MakePrefill | None = None,
+        given_up: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`prefill` makes a request's prefill on caches that hold so many of its tokens; a plain one unless given.
+
+        `given_up` is called when the cache is not used any more, because it was inconsistent.
+        """
         self._model = model
+        self._given_up = given_up
         self._cache = cache
         self._prefill = prefill or self._plain_prefill
         self._stride = cache.publish_stride if cache is not None else 0
@@ -235,3 +245,4 @@ class Prefixes:
         if self._cache is not None:
             self._cache.close()
         self._cache = None
+        self._given_up()

@@ -23,8 +23,9 @@ Emit = Callable[[Events], None]
 class Reports:
     """`requests` and `metrics` may be read on any thread."""
 
-    def __init__(self, emit: Emit, meter: Meter, clock: Clock) -> None:
+    def __init__(self, emit: Emit, meter: Meter, clock: Clock, live: Callable[[], Iterable[Request]]) -> None:
         self._emit = emit
+        self._live = live
         self._meter = meter
         self._clock = clock
         self._events: list[tuple[str, Event]] = []
@@ -51,12 +52,14 @@ class Reports:
         if request.job.progress:
             self.say(request, Progress("prefill", num_tokens, len(request.job.prompt)))
 
-    def flush(self) -> None:
+    def tell(self, *, now: bool = False) -> None:
+        """Hands over what has happened since the last time. Whoever is told of an end finds it counted."""
+        self.publish(now=now)
         if self._events:
             events, self._events = self._events, []
             self._emit(events)
 
-    def publish(self, live: Callable[[], Iterable[Request]], *, now: bool = False) -> None:
+    def publish(self, *, now: bool = False) -> None:
         """Makes the snapshots anew, if it is time."""
         began = self._clock()
         due = self._has_news or began - self._published >= SNAPSHOT_S
@@ -64,6 +67,6 @@ class Reports:
             return
         self._has_news = False
         self.metrics = self._meter.read()
-        self.requests = tuple(request.info() for request in live())
+        self.requests = tuple(request.info() for request in self._live())
         self._published = self._clock()
         self._publish_from = self._published + SNAPSHOT_PAUSE * (self._published - began)
