@@ -22,7 +22,7 @@ async def measure(plan: Plan) -> AsyncIterator[Figure]:
         for rows in BATCHES:
             tokens, bare, handed, whole, stream = (64 if plan.quick else 160), [], [], [], []
             prompts = [fresh(16) for _ in range(rows)]
-            for _ in range(1 + plan.repeats(6)):
+            for _ in range(1 + plan.repeats(10)):
                 bare.append(await asyncio.to_thread(bare_decode, llama(), prompts, tokens))
                 handed.append(await asyncio.to_thread(bare_decode, llama(), prompts, tokens, _hand_over()))
                 whole.append(await decode(engine, prompts, tokens, stream=False))
