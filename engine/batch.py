@@ -10,13 +10,14 @@ the request's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from omlxd.engine.decoding import Decoding, merged
-from omlxd.engine.drawing import Draws, RowFailed, RowStart, RowToken
+from omlxd.engine.drawing import Drawn, Draws, RowFailed, RowStart, RowToken
 from omlxd.engine.joining import Computed, row_of, run_alone, run_together
 from omlxd.engine.prefill import Caches
 
@@ -66,6 +67,19 @@ class Batch(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Entered:
+    """A row that has joined on caches of its own, and drawn its first token."""
+
+    draws: Draws
+    caches: Caches
+    first: Drawn
+
+    @property
+    def id(self) -> str:
+        return self.draws.ids[0]
+
+
 class MergedBatch:
     """Rows in one merged cache, computed in one forward pass."""
 
@@ -74,31 +88,35 @@ class MergedBatch:
         self._model = model
         self._last_apart = last_apart
         self._running: Decoding | None = None
-        self._entering: Decoding | None = None  # joined since the last step
+        # Joined since the last step: those that joined together, and those that joined alone.
+        self._entering: Decoding | None = None
+        self._entered: list[_Entered] = []
 
     def join(self, rows: Sequence[RowStart], computed: Computed) -> list[RowToken]:
-        self._enter()
         draws = Draws(rows)
         if len(rows) == 1:
             # On its own caches: the copy into a merged one is not on the way to the first token.
             logits = run_alone(self._model, rows[0], computed, last_apart=self._last_apart)
-            caches = merged(rows)
+            first = draws.draw(logits, _newest(rows))
+            self._entered.append(_Entered(draws, rows[0].caches, first))
         else:
-            caches = merged(rows)
+            caches = merged([row.caches for row in rows])
             logits = run_together(self._model, rows, caches, computed, last_apart=self._last_apart)
-        first = draws.draw(logits, _newest(rows))
-        self._entering = Decoding(self._model, draws, caches, first)
+            first = draws.draw(logits, _newest(rows))
+            self._entering = _extended(self._entering, Decoding(self._model, draws, caches, first))
         return first.told(draws.ids)
 
     def _enter(self) -> None:
-        """Lets the rows that joined last run with the others."""
-        entering, self._entering = self._entering, None
-        if entering is None:
-            return
-        if self._running is None:
-            self._running = entering
-        else:
-            self._running.extend(entering)
+        """Lets the rows that have joined since the last step run with the others: each is copied once."""
+        if self._entered:
+            rows, self._entered = self._entered, []
+            caches, draws, first = merged([row.caches for row in rows]), rows[0].draws, rows[0].first
+            for row in rows[1:]:
+                draws.extend(row.draws)
+                first.extend(row.first)
+            self._entering = _extended(self._entering, Decoding(self._model, draws, caches, first))
+        if self._entering is not None:
+            self._running, self._entering = _extended(self._running, self._entering), None
 
     def step(self) -> list[RowToken]:
         self._enter()
@@ -109,6 +127,9 @@ class MergedBatch:
             self._running.draw()
 
     def caches(self, id: str) -> tuple[Caches, int]:
+        for row in self._entered:
+            if row.id == id:
+                return row.caches, 1
         for rows in (self._entering, self._running):
             if rows is not None and id in rows.ids:
                 index = rows.ids.index(id)
@@ -116,13 +137,21 @@ class MergedBatch:
         raise KeyError(id)
 
     def remove(self, ids: frozenset[str]) -> None:
+        self._entered = [row for row in self._entered if row.id not in ids]
         if self._entering is not None and not self._entering.remove(ids):
             self._entering = None
         if self._running is not None and not self._running.remove(ids):
             self._running = None
 
     def close(self) -> None:
-        self._running, self._entering = None, None
+        self._running, self._entering, self._entered = None, None, []
+
+
+def _extended(rows: Decoding | None, others: Decoding) -> Decoding:
+    if rows is None:
+        return others
+    rows.extend(others)
+    return rows
 
 
 class InterleavedBatch:

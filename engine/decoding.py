@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from omlxd.engine.drawing import Drawn, Draws, RowStart, RowToken
+from omlxd.engine.drawing import Drawn, Draws, RowToken
 from omlxd.engine.prefill import Caches
 
 FIRST_PART = 1 / 4  # of the layers: time enough to tell the tokens, and little to wait for before they are told
@@ -86,6 +86,6 @@ class Decoding:
         return bool(kept)
 
 
-def merged(rows: Sequence[RowStart]) -> Caches:
-    """The rows' caches, layer by layer, as one with all of them."""
-    return [layer[0].merge(list(layer)) for layer in zip(*(row.caches for row in rows), strict=True)]
+def merged(rows: Sequence[Caches]) -> Caches:
+    """The caches of several rows, layer by layer, as one with all of them."""
+    return [layer[0].merge(list(layer)) for layer in zip(*rows, strict=True)]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from omlxd.engine.rate import PrefillRate
@@ -49,6 +50,10 @@ class Prefill:
         return len(self._tokens) - 1 - self.done
 
     @property
+    def kv_bytes(self) -> int:
+        return sum(cache.nbytes for cache in self.caches)
+
+    @property
     def rest(self) -> Sequence[int]:
         """What has not been run yet, the last token included."""
         return self._tokens[self.done :]
@@ -74,6 +79,12 @@ class Prefill:
 def new_caches(model: Module) -> Caches:
     """Empty caches for one row, as the model wants them."""
     return list(make_prompt_cache(model))
+
+
+def weight_bytes(model: Module) -> int:
+    """What a pass through all of the model reads."""
+    weights = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))  # type: ignore[no-untyped-call]
+    return sum(array.nbytes for _, array in weights)
 
 
 def mergeable(caches: Caches) -> bool:

@@ -16,15 +16,23 @@ from omlxd.engine.scheduler import Prompt, View
 
 # Rows that join with fewer tokens, padding included, measure what a pass costs in any case more than what a token does.
 MIN_JOINED = 32
+# A row that joins with others is copied into a cache with them, which then grows: so many times its KV is read and
+# written before its first token. One with a pass of its own reads the weights once more instead.
+COPIES = 5
 
 
 class Prompts:
     """Requests in PREFILL, in the order they were admitted."""
 
-    def __init__(self, prefixes: Prefixes, defers: Callable[[Request], bool]) -> None:
-        """`defers` tells whether a request lets interactive ones go first."""
+    def __init__(self, prefixes: Prefixes, defers: Callable[[Request], bool], weight_bytes: int | None) -> None:
+        """`defers` tells whether a request lets interactive ones go first.
+
+        `weight_bytes` is what a pass reads; None for rows that are never copied into one cache.
+        """
         self._prefixes = prefixes
         self._defers = defers
+        self._weight_bytes = weight_bytes
+        self._heavy: set[str] = set()
         self._under_way: dict[str, tuple[Request, Prefill]] = {}
         self._last_turn: dict[str, int] = {}
         self._turns = 0
@@ -53,13 +61,20 @@ class Prompts:
 
     def add(self, request: Request, prefill: Prefill) -> None:
         self._under_way[request.id] = (request, prefill)
+        self._weigh(request, prefill)
 
     def forget(self, request: Request) -> None:
         self._under_way.pop(request.id, None)
         self._last_turn.pop(request.id, None)
+        self._heavy.discard(request.id)
+
+    def _weigh(self, request: Request, prefill: Prefill) -> None:
+        if self._weight_bytes is not None and COPIES * prefill.kv_bytes > self._weight_bytes:
+            self._heavy.add(request.id)
 
     def advanced(self, request: Request, prefill: Prefill, num_tokens: int, elapsed_s: float) -> None:
         """A prompt too long for one turn had one of `num_tokens`."""
+        self._weigh(request, prefill)
         prefill.rate.measured(num_tokens, elapsed_s)
         if self.rate.tokens_per_s is None:
             self.rate.measured(num_tokens, elapsed_s)
@@ -99,4 +114,5 @@ class Prompts:
             last_turn=self._last_turn.get(request.id, -1),
             warms=request.job.warm,
             apart=prefill.has_pictures,
+            heavy=request.id in self._heavy,
         )

@@ -73,7 +73,8 @@ class Prompt:
     `until_stop` counts those before something is to be stored, `remaining` if nothing is. `rate` is that of its own
     turns, None before the first. `last_turn` is the step of its latest turn, -1 before the first.
     One that `warms` is computed and stored, and draws nothing: it never joins the batch. One that is `apart` has
-    pictures to come, and joins it once they have been computed.
+    pictures to come, and joins it once they have been computed. A `heavy` one has so much KV that copying it into one
+    cache with others takes longer than a pass for itself.
     """
 
     id: str
@@ -84,6 +85,7 @@ class Prompt:
     last_turn: int = -1
     warms: bool = False
     apart: bool = False
+    heavy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +101,15 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What this step computes of prompts: `tokens` of `solo`, or all that is left of `join`, which enter the batch."""
+    """What this step computes of prompts: `tokens` of `solo`, or all that is left of `join`, which enter the batch.
+
+    With `one_by_one` they enter one after another, as long as others can be kept waiting.
+    """
 
     solo: str | None = None
     tokens: int = 0
     join: Sequence[str] = ()
+    one_by_one: bool = False
 
 
 def turn(view: View, limits: SchedulerLimits) -> Turn:
@@ -117,8 +123,11 @@ def turn(view: View, limits: SchedulerLimits) -> Turn:
     # Both kinds take every other turn: a short prompt waits for one turn however many long ones there are, and a
     # stream of short ones cannot starve a long one.
     if short and (view.after_long or not long):
-        first = min(short, key=lambda prompt: prompt.batch_priority)
-        return Turn(join=[prompt.id for prompt in joiners(first, short, budgets)])
+        short.sort(key=lambda prompt: prompt.batch_priority)
+        if short[0].heavy:
+            return Turn(join=[prompt.id for prompt in short if prompt.heavy], one_by_one=True)
+        light = [prompt for prompt in short if not prompt.heavy]
+        return Turn(join=[prompt.id for prompt in joiners(light[0], light, budgets)])
     chosen = min(long, key=lambda prompt: (prompt.batch_priority, prompt.last_turn))
     return Turn(solo=chosen.id, tokens=min(budgets[chosen.id], chosen.until_stop, chosen.remaining - 1))
 

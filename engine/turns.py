@@ -64,6 +64,8 @@ class Turns:
         decided = turn(view, self._memory.turn_limits(self._limits, self._prompts.prefills))
         if decided.solo is not None:
             self._advance(*self._prompts[decided.solo], decided.tokens)
+        elif decided.one_by_one:
+            self._join_one_by_one([self._prompts[id] for id in decided.join])
         elif decided.join:
             self._join([self._prompts[id] for id in decided.join])
 
@@ -98,6 +100,14 @@ class Turns:
             return
         self._meter.saw(self._clock() - began)
         self._prompts.saw(request)
+
+    def _join_one_by_one(self, group: Sequence[tuple[Request, Prefill]]) -> None:
+        """Lets them enter until the next one would keep the others waiting for too long."""
+        began = self._clock()
+        for number, each in enumerate(group, start=1):
+            self._join([each])
+            if (self._clock() - began) * (number + 1) / number > self._limits.max_decode_stall_ms / 1e3:
+                break
 
     def _join(self, group: Sequence[tuple[Request, Prefill]]) -> None:
         # A failure while the rows enter may have left the running batch half extended: then it is rebuilt.

@@ -33,7 +33,7 @@ from omlxd.engine.metrics import Meter
 from omlxd.engine.model import LoadedModel
 from omlxd.engine.picture_memory import PictureMemory
 from omlxd.engine.places import Places
-from omlxd.engine.prefill import mergeable, new_caches
+from omlxd.engine.prefill import mergeable, new_caches, weight_bytes
 from omlxd.engine.prefixes import Prefixes
 from omlxd.engine.prompts import Prompts
 from omlxd.engine.reporting import Emit, Reports
@@ -81,7 +81,7 @@ class Worker:
         memory = WorkMemory(name, guard, loaded.costs, clock, merges_rows=self.merges_rows, pictures=pictures)
         prefixes = Prefixes(loaded.model, loaded.cache, loaded.prefills, self._cache_lost)
         line = Line(clock)
-        prompts = Prompts(prefixes, line.defers)
+        prompts = Prompts(prefixes, line.defers, weight_bytes(loaded.model) if self.merges_rows else None)
         fetching = Fetching(
             loaded.store,
             prefixes,

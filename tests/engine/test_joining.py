@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, cast
 
 import mlx.core as mx
@@ -20,7 +21,7 @@ from omlxd.engine.sampling import SamplerRow
 from omlxd.engine.sampling_settings import SamplingSettings
 from tests.engine.running import Running, assert_is_the_cold_run, cached, engine, job, loaded
 from tests.engine.watched import Watched
-from tests.models import build, cold_run
+from tests.models import MODELS, build, cold_run
 
 
 def stepped(batch: MergedBatch | InterleavedBatch) -> list[RowToken]:
@@ -156,6 +157,57 @@ def test_a_row_that_ends_with_its_token_leaves_before_the_next_is_drawn(
         assert draws == [id for id in prompts if step < 1 or id != leaves]
     for id, prompt in prompts.items():
         assert drawn[id] == cold_run(model, prompt, 3 if id == leaves else 5)[0]
+
+
+@pytest.mark.parametrize("layout", [name for name, tiny in MODELS.items() if tiny.batches])
+def test_rows_that_enter_one_by_one_are_merged_once_and_go_on_as_alone(layout: str) -> None:
+    model = Watched(build(layout))
+    batch = MergedBatch(model, last_apart=False)
+    prompts = {id: [7 * n % 250 for n in range(1, length)] for id, length in (("a", 40), ("b", 4), ("c", 71), ("d", 9))}
+    drawn: dict[str, list[int]] = {id: [] for id in prompts}
+
+    def keep(rows: list[RowToken]) -> None:
+        for row in rows:
+            drawn[row.id].append(row.token_id)
+
+    for ids in (["a"], ["b", "d"], ["c"]):
+        keep(batch.join([start(model.inner, id, prompts[id]) for id in ids], lambda id, caches, lacking: None))
+    caches, lacking = batch.caches("c")
+    assert (caches is not None, lacking) == (True, 1)
+    batch.remove(frozenset({"d"}))
+    model.calls.clear()
+    for _ in range(5):
+        keep(stepped(batch))
+    assert model.calls == [(3, 1)] * 5
+    for id, prompt in prompts.items():
+        assert drawn[id] == cold_run(model.inner, prompt, 1 if id == "d" else 5)[0]
+
+
+def test_rows_with_much_kv_enter_until_the_others_have_waited_long_enough() -> None:
+    model = Watched()
+    shared, followers = [3] * 60, 5
+    now = 0.0
+
+    def takes_30_ms(_: mx.array) -> None:
+        nonlocal now
+        now += 0.03  # a second one has ended after 60 ms; a third would after 90
+
+    async def main() -> None:
+        async with engine(cached("watched", model), clock=lambda: now, max_decode_stall_ms=80) as running:
+            leader = Running(running, job(shared, 60, stream=True))
+            await leader.first_token()
+            model.before = takes_30_ms
+            model.calls.clear()
+            rest = [Running(running, job([*shared, 5, n], 2)) for n in range(followers)]
+            for each in [leader, *rest]:
+                await each.result()
+
+    asyncio.run(main())
+    entered = [number for number, (rows, tokens) in enumerate(model.calls) if tokens > 1]
+    assert [model.calls[number] for number in entered] == [(1, 2)] * followers
+    between = {second - first for first, second in pairwise(entered)}
+    assert 1 in between  # several enter in a turn
+    assert max(between) > 1  # and then the others decode
 
 
 def test_the_last_row_that_leaves_before_its_second_token_leaves_nothing() -> None:

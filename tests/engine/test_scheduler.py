@@ -113,3 +113,11 @@ def test_long_prompts_take_turns() -> None:
 
 def test_prompts_of_one_token_form_a_group_of_their_own() -> None:
     assert turn(view(prompt("a", 1), prompt("b", 1), prompt("c", 9)), LIMITS).join == ["a", "b"]
+
+
+def test_prompts_with_much_kv_enter_one_by_one_and_those_without_together() -> None:
+    heavy = [prompt("a", 9, heavy=True, batch_priority=True), prompt("b", 9, heavy=True), prompt("c", 1, heavy=True)]
+    light = [prompt("d", 9), prompt("e", 8)]
+    assert turn(view(*heavy, *light), LIMITS) == Turn(join=["b", "c", "a"], one_by_one=True)
+    assert turn(view(*light, *heavy), LIMITS) == Turn(join=["d", "e"])
+    assert turn(view(prompt("long", 5000, heavy=True)), LIMITS) == Turn(solo="long", tokens=250)

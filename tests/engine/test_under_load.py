@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from omlxd.engine import prompts
 from omlxd.engine.api import Cancelled, GenerationResult, OmlxError, QueueFull
 from omlxd.engine.model import LoadedModel
 from tests.engine.running import Running, assert_is_the_cold_run, cached, engine, job
@@ -22,8 +23,12 @@ def overlapping_prompt(draw: random.Random) -> tuple[list[int], list[int]]:
     return [*beginning, *(draw.randrange(256) for _ in range(draw.randrange(1, 25)))], [len(beginning)]
 
 
+@pytest.mark.parametrize("copies", [0, prompts.COPIES])
 @pytest.mark.parametrize("name", MODELS)
-def test_eight_clients_with_overlapping_prompts_each_get_the_cold_run(name: str) -> None:
+def test_eight_clients_with_overlapping_prompts_each_get_the_cold_run(
+    name: str, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "COPIES", copies)  # with none, rows enter together whatever they have computed
     model = cached(name, hot_bytes=400_000)  # small enough that blocks are evicted while it runs
     draw = random.Random(name)
 
