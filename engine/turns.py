@@ -65,7 +65,7 @@ class Turns:
         if decided.solo is not None:
             self._advance(*self._prompts[decided.solo], decided.tokens)
         elif decided.one_by_one:
-            self._join_one_by_one([self._prompts[id] for id in decided.join])
+            self._join_one_by_one(decided.join)
         elif decided.join:
             self._join([self._prompts[id] for id in decided.join])
 
@@ -101,11 +101,13 @@ class Turns:
         self._meter.saw(self._clock() - began)
         self._prompts.saw(request)
 
-    def _join_one_by_one(self, group: Sequence[tuple[Request, Prefill]]) -> None:
+    def _join_one_by_one(self, ids: Sequence[str]) -> None:
         """Lets them enter until the next one would keep the others waiting for too long."""
         began = self._clock()
-        for number, each in enumerate(group, start=1):
-            self._join([each])
+        for number, id in enumerate(ids, start=1):
+            if id not in self._prompts:
+                continue  # it made way for one before it
+            self._join([self._prompts[id]])
             if (self._clock() - began) * (number + 1) / number > self._limits.max_decode_stall_ms / 1e3:
                 break
 

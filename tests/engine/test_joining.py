@@ -16,7 +16,9 @@ from omlxd.engine.api import EngineFailed, GenerationResult
 from omlxd.engine.batch import InterleavedBatch, MergedBatch
 from omlxd.engine.drawing import RowStart, RowToken
 from omlxd.engine.joining import ONE_PASS_TOKENS
+from omlxd.engine.memory import WorkMemory
 from omlxd.engine.prefill import new_caches
+from omlxd.engine.request import Request
 from omlxd.engine.sampling import SamplerRow
 from omlxd.engine.sampling_settings import SamplingSettings
 from tests.engine.running import Running, assert_is_the_cold_run, cached, engine, job, loaded
@@ -208,6 +210,37 @@ def test_rows_with_much_kv_enter_until_the_others_have_waited_long_enough() -> N
     between = {second - first for first, second in pairwise(entered)}
     assert 1 in between  # several enter in a turn
     assert max(between) > 1  # and then the others decode
+
+
+def test_who_makes_way_for_a_row_that_enters_before_it_enters_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Watched()
+    shared, grown = [3] * 60, WorkMemory.grow
+    ids: list[str] = []
+    in_turn: list[Request] = []
+
+    def grow(memory: WorkMemory, request: Request) -> bool:
+        """There is no memory for the first of them, once: the one that came last leaves."""
+        if request.id in ids and not in_turn:
+            in_turn.append(request)
+            return False
+        return grown(memory, request)
+
+    async def main() -> tuple[list[GenerationResult], float]:
+        async with engine(cached("watched", model), clock=lambda: 0.0) as running:  # all enter in one turn
+            leader = Running(running, job(shared, 60, stream=True))
+            await leader.first_token()
+            rest = [job([*shared, 5, n], 4) for n in range(5)]
+            ids.extend(each.id for each in rest)
+            followers = [Running(running, each) for each in rest]
+            results = [await each.result() for each in [leader, *followers]]
+            return results, running.metrics.counters["requests_preempted"]
+
+    monkeypatch.setattr(WorkMemory, "grow", grow)
+    monkeypatch.setattr(WorkMemory, "is_spent", lambda memory, request: False)
+    results, preempted = asyncio.run(main())
+    assert preempted == 1
+    for result in results:
+        assert_is_the_cold_run(model.inner, result)
 
 
 def test_the_last_row_that_leaves_before_its_second_token_leaves_nothing() -> None:
