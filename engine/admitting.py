@@ -9,10 +9,7 @@ decided in `scheduler`.
 from __future__ import annotations
 
 from omlxd.engine.api import QueueFull
-from omlxd.engine.fetching import Fetching
-from omlxd.engine.following import Following
 from omlxd.engine.leaving import Leaving
-from omlxd.engine.line import Line
 from omlxd.engine.memory import WAITS_FOR_MEMORY, WorkMemory
 from omlxd.engine.metrics import Meter
 from omlxd.engine.places import Places
@@ -44,9 +41,9 @@ class Admitting:
     ) -> None:
         self._limits = limits
         self._places = places
-        self._line: Line = places.line
-        self._fetching: Fetching = places.fetching
-        self._following: Following = places.following
+        self._line = places.line
+        self._fetching = places.fetching
+        self._following = places.following
         self._prefixes = prefixes
         self._memory = memory
         self._leaving = leaving

@@ -203,5 +203,5 @@ def _of_row(id: str, step: Callable[[], T]) -> T:
         return step()
     except RowFailed:
         raise
-    except Exception as exc:
+    except Exception as exc:  # it concerns no other row's cache
         raise RowFailed(id) from exc

@@ -100,13 +100,11 @@ class Steering:
             self._observe(token_id)
 
     def __call__(self, newest: mx.array, logits: mx.array) -> mx.array:
-        """`newest` (1,) is the row's token that is not computed yet; in the first call it is known already."""
+        """`newest` (1,) is the row's latest token; the first call's is part of what the row begins with."""
         if self._finished:
             return logits
         if self._called:
-            # In this order: the token is then waited for alone, while the pass behind it runs.
-            mx.async_eval(newest)  # type: ignore[no-untyped-call]
-            mx.async_eval(logits)  # type: ignore[no-untyped-call]
+            mx.async_eval(logits)  # type: ignore[no-untyped-call]  # the pass goes on while the mask is found
             self._observe(cast("int", newest.item()))
         self._called = True
         began = time.perf_counter()

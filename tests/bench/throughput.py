@@ -1,7 +1,7 @@
 """Tokens a second: decoding at several batch sizes, and prefill, each against the bare `BatchGenerator` loop.
 
 Whoever streams from another thread wakes that thread at each step. What this alone costs, with nothing to do once it
-is awake, is measured beside: on two cores, of which the device is one, no stream can do better.
+is awake, is measured beside.
 """
 
 from __future__ import annotations

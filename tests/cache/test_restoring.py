@@ -40,14 +40,19 @@ def test_what_one_writes_reaches_neither_the_others_nor_what_is_stored(layout):
     assert_restored(cache.lookup([*shared, 9]).caches, shared, len(shared))
 
 
-def test_they_take_the_memory_of_one_and_it_goes_with_the_last():
+def large():
+    """A cache that has 1,024 tokens of four heads, and a prompt of one more."""
     cache = new_cache([KVCache()], HotTier(PLENTY), block=256)
     tokens = list(range(1025))
     hit = cache.lookup(tokens)
     hit.caches[0].update_and_fetch(mx.ones((1, 4, 1024, 64)), mx.ones((1, 4, 1024, 64)))
     cache.publish(tokens, hit.caches, 1024)
     hit.release()
-    del hit
+    return cache, tokens
+
+
+def test_they_take_the_memory_of_one_and_it_goes_with_the_last():
+    cache, tokens = large()
     before = mx.get_active_memory()
     alone = cache.lookup(tokens)
     one = mx.get_active_memory() - before
@@ -62,11 +67,7 @@ def test_they_take_the_memory_of_one_and_it_goes_with_the_last():
 
 def test_the_last_one_left_writes_in_place():
     """mlx copies an array that others have, and only then: sharing must not cost a request that is alone a copy."""
-    cache = new_cache([KVCache()], HotTier(PLENTY), block=256)
-    tokens = list(range(1025))
-    hit = cache.lookup(tokens)
-    hit.caches[0].update_and_fetch(mx.ones((1, 4, 1024, 64)), mx.ones((1, 4, 1024, 64)))
-    cache.publish(tokens, hit.caches, 1024)
+    cache, tokens = large()
     with cache.sharing():
         hits = [cache.lookup(tokens) for _ in range(2)]
     del hits[0]
